@@ -1,0 +1,832 @@
+"""Masked autoencoder with decayed identity shortcuts (Residual Connections Harm Generative Representation Learning).
+
+A ViT block adds its input to its output twice. Here the added input is weakened with depth:
+
+    x_{l+1} = α_l · x_l + f_l(x_l)                                (Eq. 3)   Block.forward
+    x_L     = (Π_l α_l) x_0 + Σ_l (Π_{i>l} α_i) f_l(x_l)          (Eq. 4)   what the encoder then computes
+    α_l     falls in equal steps from 1 to α_min                  (Eq. 5)   shortcut_weights
+
+so that the deep layers must build features of their own instead of passing the pixels on. The decoder, which does need
+the pixels, gets them by UNet skips. One number to choose: α_min.
+
+    python mae.py --alpha-min 0.6                                 # built-in digits, a laptop
+    python mae.py --data cifar100 --alpha-min 0.6                 # one GPU
+    python mae.py --data imagenet100/ --alpha-min auto            # a folder of images; α_min from the model's depth
+
+Each command pretrains, then says how good the features are: linear probe, k-NN and effective rank of every layer,
+beside raw pixels and the untrained encoder. What the first one printed stands in the README.
+
+Shapes: b batch, n patches, k kept patches, d width, p values in a patch, c channels, h and w pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from einops import rearrange
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import probe
+import rank
+from probe import BadInput
+
+# ---- Config ---------------------------------------------------------------------------------------------------------
+
+# One recipe per data set; a flag overrides its field. A folder of images takes "imagenet", the paper's (A.1).
+RECIPES = {
+    "digits": dict(
+        image_size=(16, 16), model="micro", patch_size=2, epochs=10, batch_size=64, lr=4e-3, warmup_epochs=1,
+        min_scale=1.0, flip=False, eval_every=5,
+    ),
+    "fashion-mnist": dict(
+        image_size=(28, 28), model="vit-ti", patch_size=4, epochs=200, batch_size=256, lr=6e-4, warmup_epochs=10,
+        min_scale=0.4, flip=True, eval_every=20,
+    ),
+    "cifar": dict(
+        image_size=(32, 32), model="vit-s", patch_size=4, epochs=400, batch_size=512, lr=3e-4, warmup_epochs=20,
+        min_scale=0.2, flip=True, eval_every=20,
+    ),
+    "imagenet": dict(
+        image_size=(224, 224), model="vit-b", patch_size=16, epochs=800, batch_size=4096, lr=1.5e-4, warmup_epochs=40,
+        min_scale=0.2, flip=True, eval_every=100,
+    ),
+}  # fmt: skip
+RECIPE_OF = {"digits": "digits", "mnist": "fashion-mnist", "kmnist": "fashion-mnist", "fashion-mnist": "fashion-mnist",
+             "cifar10": "cifar", "cifar100": "cifar", "svhn": "cifar", "stl10": "cifar"}  # fmt: skip
+MODELS = {  # encoder width, depth, heads; decoder width, depth, heads
+    "micro": (64, 12, 4, 64, 6, 4),
+    "vit-ti": (192, 12, 3, 256, 8, 8),
+    "vit-s": (384, 12, 6, 512, 8, 16),
+    "vit-b": (768, 12, 12, 512, 8, 16),  # paper A.1
+    "vit-l": (1024, 24, 16, 512, 8, 16),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a masked autoencoder with decayed shortcuts, then probe its features.
+
+    A field that is None takes the data set's recipe, or the named model's size. Raises ValueError for a value that
+    can't be meant.
+    """
+
+    data: str = "digits"  # digits (built in), a torchvision name, or a folder with train/<class>/* and val/<class>/*
+    root: str = "data"  # where named data sets and the cache of decoded images live
+    recipe: Literal["digits", "fashion-mnist", "cifar", "imagenet"] | None = None  # None: the data set's
+    alpha_min: float | Literal["auto"] = 0.6  # weight of the last shortcut (paper Table 1); auto: from the depth
+    unet: bool = True  # skips from the encoder into the decoder (paper 3.3; without them: Table 3a)
+    mask_ratio: float = 0.75  # share of the patches that is hidden (He et al. 2022)
+
+    model: Literal["micro", "vit-ti", "vit-s", "vit-b", "vit-l"] | None = None  # sizes by name
+    image_size: tuple[int, ...] | None = None  # pixels: one number, or height and width
+    patch_size: int | None = None  # pixels
+    width: int | None = None  # of the encoder's tokens
+    depth: int | None = None  # encoder blocks, two shortcuts each
+    heads: int | None = None  # attention heads of the encoder
+    decoder_width: int | None = None  # of the decoder's tokens
+    decoder_depth: int | None = None  # decoder blocks; the first depth/2 take a skip each
+    decoder_heads: int | None = None  # attention heads of the decoder
+
+    epochs: int | None = None  # passes over the training images
+    batch_size: int | None = None  # images per optimiser step
+    lr: float | None = None  # base learning rate, for 256 images a step (paper A.1: 1.5e-4)
+    warmup_epochs: float | None = None  # linear warm-up, then cosine to 0 (paper A.1: 40)
+    weight_decay: float = 0.05  # AdamW's, on matrices only (paper A.1)
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's (paper A.1)
+    clip_grad: float | None = None  # largest norm of the gradient; None: no clipping
+    accumulate: int = 1  # parts that a batch is split into, to save memory; the mathematics stays
+    min_scale: float | None = None  # smallest share of the image in a random crop (paper A.1: 0.2); 1: no crop
+    flip: bool | None = None  # mirror half of the images
+
+    pool: Literal["mean", "cls"] = "mean"  # probed feature: mean of all tokens (the authors' code) or class token
+    eval_every: int | None = None  # epochs between probes; 0: only at the end
+    probe_limit: int = 130_000  # training images probed at most, evenly over the classes (ImageNet-100 has 126,689)
+    seed: int = 0  # decides everything
+    limit: int | None = None  # only the first N training images, evenly over the classes
+    skip_bad_images: bool = False  # go on without images that can't be read
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    bf16: bool = True  # bfloat16 on CUDA
+    compile: bool = False  # torch.compile the training step
+    out: str | None = None  # run folder; None: runs/mae-<data>-a<alpha_min>-s<seed>
+    overwrite: bool = False  # start anew where the run folder holds another or a finished run
+
+    def __post_init__(self) -> None:
+        recipe = RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")]
+        sizes = ("width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads")
+        filled = {**recipe, **dict(zip(sizes, MODELS[self.model or recipe["model"]]))}
+        for name, value in filled.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if len(self.image_size) == 1:
+            object.__setattr__(self, "image_size", self.image_size * 2)
+        self._check()
+        if self.alpha_min == "auto":
+            object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth), 4))
+
+    def _check(self) -> None:
+        def positive(*names: str) -> None:
+            for name in names:
+                if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                    raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+        positive("patch_size", "width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads", "epochs",
+                 "batch_size", "lr", "clip_grad", "accumulate", "probe_limit", "limit")  # fmt: skip
+        size, patch = self.image_size, self.patch_size
+        if len(size) != 2 or min(size) < 1:
+            raise ValueError(f"image_size must be one or two positive numbers, not {' '.join(map(str, size)) or 'none'}")
+        if size[0] % patch or size[1] % patch:
+            raise ValueError(f"patch_size {patch} does not divide the image of {size[0]}×{size[1]} pixels")
+        for width, heads in (("width", "heads"), ("decoder_width", "decoder_heads")):
+            if getattr(self, width) % getattr(self, heads):
+                raise ValueError(f"{heads} {getattr(self, heads)} does not divide {width} {getattr(self, width)}")
+            if getattr(self, width) % 4:
+                raise ValueError(f"{width} must be a multiple of 4 (sine-cosine positions), not {getattr(self, width)}")
+        if self.unet and self.depth % 2:
+            raise ValueError(f"depth must be even with UNet skips, not {self.depth}; --no-unet takes any depth")
+        if self.alpha_min != "auto" and not 0 <= self.alpha_min <= 1:
+            raise ValueError(f"alpha_min must lie in [0, 1], or be auto, not {self.alpha_min}")
+        if not 0 < self.mask_ratio < 1 or not 0 < self.kept < self.patches:
+            raise ValueError(f"mask_ratio {self.mask_ratio} must keep some of the {self.patches} patches and mask some")
+        if not 0 < self.min_scale <= 1:
+            raise ValueError(f"min_scale must lie in (0, 1], not {self.min_scale}")
+        if not 0 <= self.warmup_epochs <= self.epochs:
+            raise ValueError(f"warmup_epochs must lie in [0, epochs = {self.epochs}], not {self.warmup_epochs}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), not {self.betas[0]} {self.betas[1]}")
+        if self.eval_every < 0 or not 0 <= self.seed < 2**31:
+            raise ValueError("eval_every and seed must not be negative, and seed below 2^31")
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size[0] // self.patch_size) * (self.image_size[1] // self.patch_size)
+
+    @property
+    def kept(self) -> int:
+        return int(self.patches * (1 - self.mask_ratio))
+
+    @property
+    def folder(self) -> Path:
+        data = self.data if self.data in RECIPE_OF else Path(self.data).resolve().name
+        return Path(self.out or f"runs/mae-{data}-a{self.alpha_min:g}-s{self.seed}")
+
+
+# ---- Equations ------------------------------------------------------------------------------------------------------
+
+
+def shortcut_weights(depth: int, alpha_min: float) -> list[float]:
+    """Eq. 5, per shortcut: α = linspace(1, α_min, 2·depth), attention and MLP of each block in turn.
+
+    Equal steps, both ends included, as the authors' code has it; the printed δ = (1 − α_min)/L does not reach α_min.
+    """
+    return torch.linspace(1.0, alpha_min, 2 * depth, dtype=torch.float64).tolist()
+
+
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """(b, c, h, w) images to (b, n, p) patches, row by row; p = patch·patch·c."""
+    return rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=patch, q=patch)
+
+
+def unpatchify(patches: Tensor, patch: int, size: tuple[int, int]) -> Tensor:
+    """(b, n, p) patches back to (b, c, h, w) images of `size` pixels."""
+    return rearrange(patches, "b (h w) (p q c) -> b c (h p) (w q)", p=patch, q=patch, h=size[0] // patch)
+
+
+def random_mask(noise: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Noise (b, n) to the indices of the `kept` patches with least noise (b, k), of the masked ones (b, n − k), and
+    `restore` (b, n): where each patch stands in [kept, masked]."""
+    shuffle = noise.argsort(dim=1)
+    return shuffle[:, :kept], shuffle[:, kept:], shuffle.argsort(dim=1)
+
+
+def take(tokens: Tensor, index: Tensor) -> Tensor:
+    """tokens (b, n, d) at index (b, k): (b, k, d)."""
+    return torch.take_along_dim(tokens, index[..., None], dim=1)
+
+
+def unshuffle(tokens: Tensor, fill: Tensor, restore: Tensor) -> Tensor:
+    """Class token and kept patches (b, 1 + k, d) to all places (b, 1 + n, d), the masked ones filled with `fill` (d,)."""
+    b, n = restore.shape
+    filled = fill.to(tokens.dtype).expand(b, n + 1 - tokens.shape[1], -1)
+    return torch.cat([tokens[:, :1], take(torch.cat([tokens[:, 1:], filled], dim=1), restore)], dim=1)
+
+
+def normalized(patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each patch less its mean, over its deviation, with both (b, n, 1); in float32, finite for constant patches."""
+    patches = patches.float()
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    deviation = (variance + 1e-6).sqrt()
+    return (patches - mean) / deviation, mean, deviation
+
+
+def sincos_positions(grid: tuple[int, int], width: int) -> Tensor:
+    """Sine-cosine positions (h·w, d) of a grid, half of the channels for each axis, w first (He et al. 2022)."""
+    frequencies = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    y, x = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    angles = [axis.flatten()[:, None] * frequencies for axis in (x, y)]
+    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
+
+
+# ---- Model ----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention: tokens (b, n, d) to (b, n, d)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
+        return self.proj(rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block whose two shortcuts are weakened (Eq. 3): the paper's one change."""
+
+    def __init__(self, width: int, heads: int, alpha_attn: float = 1.0, alpha_mlp: float = 1.0) -> None:
+        super().__init__()
+        self.alpha_attn, self.alpha_mlp = alpha_attn, alpha_mlp
+        self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.add(self.attn(self.norm1(x)), x, alpha=self.alpha_attn)  # α·x + f(x)
+        x = torch.add(self.mlp(self.norm2(x)), x, alpha=self.alpha_mlp)
+        return x
+
+
+class Skip(nn.Module):
+    """UNet skip: an encoder layer, back in place, joins the decoder's stream; masked places hold a learned token."""
+
+    def __init__(self, width: int, decoder_width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(width))
+        self.join = nn.Sequential(
+            nn.Linear(decoder_width + width, decoder_width), nn.SiLU(), nn.Linear(decoder_width, decoder_width)
+        )
+
+    def forward(self, x: Tensor, layer: Tensor, restore: Tensor) -> Tensor:
+        return x + self.join(torch.cat([x, unshuffle(layer, self.token, restore)], dim=-1))
+
+
+class MaskedAutoencoder(nn.Module):
+    """Masked autoencoder (He et al. 2022) with decayed shortcuts in the encoder and UNet skips into the decoder.
+
+    Takes images (b, c, h, w) in 0 … 255; `mean` and `std` (c,) of the data set are buffers of the model.
+    """
+
+    def __init__(self, config: Config, channels: int = 3, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.size, self.patch, self.kept = config.image_size, config.patch_size, config.kept
+        grid = (self.size[0] // self.patch, self.size[1] // self.patch)
+        values = self.patch * self.patch * channels
+        width, decoder_width = config.width, config.decoder_width
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("std", torch.ones(channels))
+
+        alphas = shortcut_weights(config.depth, config.alpha_min)
+        self.embed = nn.Linear(values, width)
+        self.cls = nn.Parameter(torch.zeros(width))
+        self.register_buffer("positions", sincos_positions(grid, width), persistent=False)
+        self.encoder = nn.ModuleList(
+            Block(width, config.heads, alphas[2 * l], alphas[2 * l + 1]) for l in range(config.depth)
+        )  # no norm at the end, as in the authors' code
+
+        self.mask_token = nn.Parameter(torch.zeros(decoder_width))
+        class_position = torch.zeros(1, decoder_width)
+        decoder_positions = torch.cat([class_position, sincos_positions(grid, decoder_width)])
+        self.register_buffer("decoder_positions", decoder_positions, persistent=False)
+        skips = min(config.depth // 2, config.decoder_depth) if config.unet else 0
+        self.skips = nn.ModuleList(Skip(width, decoder_width) for _ in range(skips))  # deepest first
+        self.decoder_embed = None if config.unet else nn.Linear(width, decoder_width)
+        self.decoder = nn.ModuleList(Block(decoder_width, config.decoder_heads) for _ in range(config.decoder_depth))
+        self.decoder_norm = nn.LayerNorm(decoder_width, eps=1e-6)
+        self.head = nn.Linear(decoder_width, values)
+        self.initialize(generator)
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator | None) -> None:
+        """He et al.'s start, but the last linear of every branch is zero: the encoder begins as exactly (Π α) x_0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight, generator=generator)
+                nn.init.zeros_(module.bias)
+        for token in [self.cls, self.mask_token, *(skip.token for skip in self.skips)]:
+            nn.init.normal_(token, std=0.02, generator=generator)
+        for block in [*self.encoder, *self.decoder]:
+            nn.init.zeros_(block.attn.proj.weight)
+            nn.init.zeros_(block.mlp[-1].weight)
+        for skip in self.skips:
+            nn.init.zeros_(skip.join[-1].weight)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w), 0 … 255, to standardised patches (b, n, p)."""
+        return patchify((images - self.mean[:, None, None]) / self.std[:, None, None], self.patch)
+
+    def encode(self, patches: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
+        """Tokens (b, 1 + k, d) after every block, class token first; of the `kept` patches (b, k), or of all."""
+        positions = self.positions
+        if kept is not None:
+            patches, positions = take(patches, kept), positions[kept]
+        x = self.embed(patches) + positions  # (b, k, d)
+        x = torch.cat([self.cls.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
+        for block in self.encoder:
+            x = block(x)
+            yield x
+
+    def decode(self, layers: list[Tensor], restore: Tensor) -> Tensor:
+        """Encoder layers, each (b, 1 + k, d), to a prediction for every patch (b, n, p)."""
+        if self.decoder_embed is None:  # UNet: the encoder's output comes in by the first skip alone
+            x = self.mask_token + self.decoder_positions.expand(len(restore), -1, -1)
+        else:
+            x = unshuffle(self.decoder_embed(layers[-1]), self.mask_token, restore) + self.decoder_positions
+        deepest_first = layers[::-2]  # the Lth, …, 4th, 2nd block
+        for i, block in enumerate(self.decoder):
+            if i < len(self.skips):
+                x = self.skips[i](x, deepest_first[i], restore)
+            x = block(x)
+        return self.head(self.decoder_norm(x))[:, 1:]
+
+    def forward(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Mean squared error on the masked patches, per-patch normalised; noise (b, n) chooses them."""
+        patches = self.patches(images)
+        kept, masked, restore = random_mask(noise, self.kept)
+        prediction = take(self.decode(list(self.encode(patches, kept)), restore), masked)
+        target, _, _ = normalized(take(patches, masked))
+        return F.mse_loss(prediction.float(), target)
+
+    def layer_tokens(self, images: Tensor) -> Iterator[Tensor]:
+        """Tokens (b, 1 + n, d) after every encoder block, nothing masked: what probe.features asks for."""
+        return self.encode(self.patches(images))
+
+    @torch.no_grad()
+    def reconstruct(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Images with the masked patches grey, and with them predicted; both (b, c, h, w), 0 … 255."""
+        patches = self.patches(images)
+        kept, masked, restore = random_mask(noise, self.kept)
+        _, mean, deviation = normalized(patches)  # the prediction lacks them: they are the original's
+        prediction = self.decode(list(self.encode(patches, kept)), restore) * deviation + mean
+        hidden = torch.ones_like(noise, dtype=torch.bool).scatter(1, kept, False)[..., None]
+        shown = [torch.where(hidden, filling, patches) for filling in (torch.zeros_like(patches), prediction)]
+        pictures = [unpatchify(picture, self.patch, self.size) for picture in shown]
+        return tuple(
+            (picture * self.std[:, None, None] + self.mean[:, None, None]).clamp(0, 255) for picture in pictures
+        )
+
+
+# ---- Train ----------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(config: Config, epoch: float, batch: int) -> float:
+    """lr × batch/256 at a fractional `epoch`: linear warm-up, then cosine to 0."""
+    peak = config.lr * batch / 256
+    if epoch < config.warmup_epochs:
+        return peak * epoch / config.warmup_epochs
+    return peak * 0.5 * (1 + math.cos(math.pi * (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)))
+
+
+def build(config: Config, images: Tensor, device: torch.device) -> MaskedAutoencoder:
+    """The untrained model that the seed decides, with the mean and deviation of train `images` (n, c, h, w)."""
+    model = MaskedAutoencoder(config, images.shape[1], generator_for("cpu", config.seed, "init"))
+    sample = images[:: max(1, len(images) // 10_000)].double()
+    model.mean.copy_(sample.mean(dim=(0, 2, 3)))
+    model.std.copy_(sample.std(dim=(0, 2, 3), correction=0).clamp(min=1.0))
+    return model.to(device)
+
+
+def train(config: Config) -> dict:
+    """Pretrain, probe, and leave everything in the run folder; returns what result.json holds.
+
+    A run that was killed goes on where it was; a finished one is not trained again, its result is returned. Raises
+    BadInput where the data, the device or the run folder can't be used, FloatingPointError where the loss is not finite.
+    """
+    device = choose_device(config.device)
+    result = check_run(config)
+    if result:
+        print(f"{config.folder} is finished: its result is shown; --overwrite trains again")
+        return result
+    data = probe.load_images(config.data, config.root, config.image_size, config.limit, config.skip_bad_images)
+    n, channels = data.train.shape[:2]
+    if config.patch_size**2 * channels == 1:
+        raise BadInput("patch_size 1 leaves one value in a grey patch, which can't be normalised: use 2 or more")
+
+    model = build(config, data.train, device)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == flat] for flat in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
+    state = start_run(config, model, optimizer, device)
+
+    alphas = shortcut_weights(config.depth, config.alpha_min)
+    batch = min(config.batch_size, n)
+    print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
+    print(f"{config.data}: {n} train and {len(data.test)} test images of {channels}×{'×'.join(map(str, config.image_size))}")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.kept} of {config.patches} patches "
+        f"visible, {len(alphas)} shortcuts from 1 to {alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}"
+    )
+    if batch < config.batch_size:
+        print(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
+    if not state["baselines"]:
+        state["baselines"] = evaluate_baselines(model, data, config)
+        save_checkpoint(config, model, optimizer, state)
+    for name, scores in state["baselines"].items():
+        print(as_line(f"baseline {name}", scores))
+
+    images = resident(data.train, device)
+    loss_of = torch.compile(model) if config.compile else model
+    steps_per_epoch = math.ceil(n / batch)
+    steps = config.epochs * steps_per_epoch
+    bar = tqdm(total=steps, initial=state["step"], desc="training", unit=" steps", disable=None)
+    loss_sum = torch.tensor(state["loss_sum"], device=device)  # over the steps of this epoch
+    order, seen, started = None, 0, time.monotonic()
+    for step in range(state["step"], steps):
+        epoch, i = divmod(step, steps_per_epoch)
+        if order is None or i == 0:
+            order = torch.randperm(n, generator=generator_for("cpu", config.seed, "order", epoch)).split(batch)
+        generator = generator_for(device, config.seed, "step", step)
+        views = images[order[i].to(images.device)].to(device)
+        views = probe.augment(views, config.image_size, generator, config.min_scale, config.flip)
+        noise = torch.rand(len(views), config.patches, generator=generator, device=device)
+
+        for part, part_noise in zip(views.chunk(config.accumulate), noise.chunk(config.accumulate)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
+                loss = loss_of(part, part_noise) * (len(part) / len(views))
+            loss.backward()
+            loss_sum += loss.detach()
+        if config.clip_grad is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+        lr = learning_rate(config, step / steps_per_epoch, batch)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+        bar.update()
+        seen += len(views)
+        last_of_epoch = i == steps_per_epoch - 1
+        if not last_of_epoch and step % 20:
+            continue
+        loss, seconds = loss_sum.item() / (i + 1), time.monotonic() - started
+        bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is not finite at step {step} (lr {lr:.1e}): try a lower --lr, more --warmup-epochs or a higher "
+                f"--alpha-min; {config.folder} keeps the last good checkpoint"
+            )
+        if not last_of_epoch and seconds < 600:  # an epoch that takes hours is saved within, too
+            continue
+        state |= {"step": step + 1, "loss": loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
+        state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
+        if last_of_epoch:
+            record = {"epoch": epoch + 1, "step": step + 1, "loss": loss, "lr": lr, "images_per_second": seen / seconds}
+            due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
+            scores = evaluate(model, data, config) if due else {}
+            with bar.external_write_mode():
+                print(as_line("train", record), *([as_line("eval", scores)] if due else []), sep="\n", flush=True)
+            log(config, record | scores)
+            loss_sum.zero_()
+        save_checkpoint(config, model, optimizer, state)
+        seen, started = 0, time.monotonic()
+    bar.close()
+
+    records = read_log(config)
+    draw_curves(config, records, state["baselines"])
+    draw_reconstructions(config, model, data.test)
+    result = {
+        "script": "mae", "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
+        "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
+        "seconds": state["seconds"], "images_per_second": state["images"] / state["seconds"],
+        "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
+        **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
+    }  # fmt: skip
+    write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    return result
+
+
+# ---- Evaluate -------------------------------------------------------------------------------------------------------
+
+SCORES = ("linear", "knn_weighted", "knn_majority", "effective_rank", "exp_effective_rank", "best_layer", "per_layer")
+
+
+def evaluate(model: MaskedAutoencoder, data: probe.Images, config: Config) -> dict:
+    """SCORES of the encoder: `per_layer` for every layer, the others for the last one (`best_layer`: its number).
+
+    Accuracies in percent on test. Effective rank (Eq. 6) of the test images' class tokens, and exp of it; `norm` is the
+    mean length of a probed test feature.
+    """
+    chosen = probe.evenly(data.train_labels, config.probe_limit)
+    device = model.mean.device
+    train, test = (
+        probe.features(model, model.layer_tokens, images, device=device) for images in (data.train[chosen], data.test)
+    )
+    layers = probe.evaluate_layers(
+        train[config.pool], data.train_labels[chosen], test[config.pool], data.test_labels, config.seed
+    )
+    for i, layer in enumerate(layers):
+        entropy = rank.effective_rank(test["cls"][:, i])
+        layer |= {"layer": i + 1, "effective_rank": entropy, "exp_effective_rank": math.exp(entropy)}
+        layer["norm"] = test[config.pool][:, i].norm(dim=1).mean().item()
+    last = {name: layers[-1][name] for name in SCORES if name in layers[-1]}
+    return last | {"best_layer": probe.best_layer(layers), "per_layer": layers}
+
+
+def evaluate_baselines(model: MaskedAutoencoder, data: probe.Images, config: Config) -> dict:
+    """What the trained features must beat, probed alike: raw pixels (of at most 32×32) and the untrained encoder."""
+    chosen = probe.evenly(data.train_labels, config.probe_limit)
+    splits = data.train[chosen], data.test
+    size = tuple(min(side, 32) for side in config.image_size)
+    device = model.mean.device
+    found = {
+        "pixels": [probe.fit(images, size).flatten(1)[:, None].float().to(device) / 255 for images in splits],
+        "untrained": [
+            probe.features(model, model.layer_tokens, images, device=device)[config.pool][:, -1:] for images in splits
+        ],
+    }
+    scores = {}
+    for name, (train, test) in found.items():
+        (layer,) = probe.evaluate_layers(train, data.train_labels[chosen], test, data.test_labels, config.seed)
+        scores[name] = {key: layer[key] for key in ("linear", "knn_weighted")}
+    return scores
+
+
+def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
+    """curves.png: loss, accuracy and effective rank against epoch, accuracy and feature norm by layer."""
+    from matplotlib.figure import Figure  # here, as it takes a second
+
+    probed = [record for record in records if "per_layer" in record]
+    layers = probed[-1]["per_layer"]
+    figure = Figure(figsize=(13, 3.2), layout="constrained")
+    loss, accuracy, spectrum, by_layer = figure.subplots(1, 4)
+    loss.plot([r["epoch"] for r in records], [r["loss"] for r in records])
+    for name in ("linear", "knn_weighted", "knn_majority"):
+        accuracy.plot([r["epoch"] for r in probed], [r[name] for r in probed], marker=".", label=name)
+        by_layer.plot([layer["layer"] for layer in layers], [layer[name] for layer in layers], marker=".", label=name)
+    for style, (name, scores) in zip(("--", ":"), baselines.items()):
+        accuracy.axhline(scores["linear"], color="grey", linestyle=style, label=f"{name}, linear")
+    spectrum.plot([r["epoch"] for r in probed], [r["effective_rank"] for r in probed], marker=".")
+    norm = by_layer.twinx()
+    norm.plot([layer["layer"] for layer in layers], [layer["norm"] for layer in layers], color="grey", linestyle=":")
+    norm.set(ylabel="feature norm (dotted)", yscale="log")
+    loss.set(title="loss", xlabel="epoch")
+    accuracy.set(title="test accuracy, last layer (%)", xlabel="epoch")
+    spectrum.set(title="effective rank, last layer (Eq. 6)", xlabel="epoch")
+    by_layer.set(title="test accuracy by layer (%)", xlabel="layer")
+    accuracy.legend(fontsize=7)
+    save_figure(config, figure, "curves.png")
+
+
+def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tensor) -> None:
+    """reconstruction.png: test images, what the encoder sees of them, and the prediction with visible patches kept."""
+    from matplotlib.figure import Figure
+
+    device = model.mean.device
+    some = images[:: max(1, len(images) // 10)][:10].to(device)
+    generator = generator_for(device, config.seed, "reconstruction")
+    masked, predicted = model.reconstruct(
+        some, torch.rand(len(some), config.patches, generator=generator, device=device)
+    )
+    figure = Figure(figsize=(len(some) * 1.2, 3.9), layout="constrained")
+    axes = figure.subplots(3, len(some), squeeze=False)
+    for row, name, pictures in zip(axes, ("original", "masked", "reconstruction"), (some, masked, predicted)):
+        for axis, picture in zip(row, pictures.cpu() / 255):
+            axis.imshow(rearrange(picture, "c h w -> h w c"), cmap="gray", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+        row[0].set_ylabel(name)
+    save_figure(config, figure, "reconstruction.png")
+
+
+def table(result: dict) -> str:
+    """One row a layer, the best by held-out accuracy marked."""
+    names = ("linear", "held_out", "knn_weighted", "knn_majority", "effective_rank", "exp_effective_rank", "norm")
+    rows = ["layer " + "".join(f"{name:>20}" for name in names)]
+    for layer in result["per_layer"]:
+        mark = "*" if layer["layer"] == result["best_layer"] else " "
+        rows.append(f"{layer['layer']:>4}{mark} " + "".join(f"{layer[name]:>20.4g}" for name in names))
+    return "\n".join([*rows, "* best layer, chosen by held_out: a tenth of train that its probe did not see"])
+
+
+# ---- Plumbing -------------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; auto takes CUDA, then MPS, then the CPU. Raises BadInput where there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BadInput(f"device {name!r} can't be used here: use auto, cpu, cuda, cuda:1 or mps") from error
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the run says that it ran on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def generator_for(device: torch.device | str, *key: object) -> torch.Generator:
+    """A random stream of its own for every key, so that a run can go on at any step without saved random states."""
+    return torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def resident(images: Tensor, device: torch.device) -> Tensor:
+    """The training images on the GPU where they take less than a third of its free memory, else as they are."""
+    fits = device.type == "cuda" and images.nbytes < torch.cuda.mem_get_info(device)[0] / 3
+    return images.to(device) if fits else images
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: the most that CUDA held, or that this process held; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def as_line(title: str, values: dict) -> str:
+    """One greppable line: title name=value name=value …"""
+    numbers = ((name, value) for name, value in values.items() if not isinstance(value, (list, dict)))
+    return title + "".join(f" {name}={value:.5g}" for name, value in numbers)
+
+
+def settings(config: Config) -> dict:
+    """The config as JSON holds it, without the fields that don't decide the numbers."""
+    elsewhere = ("root", "device", "out", "overwrite", "compile")
+    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in elsewhere}))
+
+
+def check_run(config: Config) -> dict | None:
+    """The result of a finished run, None for one to start or go on with; BadInput if the folder holds anything else."""
+    folder = config.folder
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
+    names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
+    if not names:
+        return None
+    if "config.json" not in names:
+        raise BadInput(f"{folder} is not empty and not a run's folder: name another with --out")
+    if config.overwrite:
+        return None
+    differing = different(read_json(folder / "config.json"), settings(config))
+    if differing:
+        raise BadInput(
+            f"{folder} holds a run with {differing}: name another folder with --out, or use --overwrite to discard it"
+        )
+    return read_json(folder / "result.json") if "result.json" in names else None
+
+
+def different(saved: object, wanted: dict) -> str:
+    """The first setting in which a saved config differs, as text; empty if none does."""
+    if not isinstance(saved, dict):
+        return "no readable config"
+    names = [name for name in wanted if saved.get(name) != wanted[name]]
+    return f"{names[0]} {saved.get(names[0])}, not {wanted[names[0]]}" if names else ""
+
+
+def start_run(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
+    """Make the run folder, or load its checkpoint into model and optimizer; returns the state to go on from."""
+    folder, checkpoint = config.folder, config.folder / "checkpoint.pt"
+    if config.overwrite:
+        for name in ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png", "config.json"):
+            (folder / name).unlink(missing_ok=True)
+    state = {"step": 0, "loss": math.nan, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "baselines": {}}
+    if checkpoint.exists():
+        advice = f"move {checkpoint} away to train from the start"
+        try:
+            saved = torch.load(checkpoint, map_location=device, weights_only=True)
+            differing = different(saved["config"], settings(config))
+            if differing:
+                raise BadInput(f"{checkpoint} is of a run with {differing}: {advice}")
+            state = {name: saved["state"][name] for name in state}
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        except BadInput:
+            raise
+        except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
+            raise BadInput(f"{checkpoint} is damaged or not a checkpoint of this script: {advice}") from error
+        print(f"going on at step {state['step']}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
+        kept = [record for record in read_log(config) if record["step"] <= state["step"]]
+        write_whole(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
+    except OSError as error:
+        raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
+    return state
+
+
+def save_checkpoint(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Everything that is needed to go on: tensors, numbers and text only."""
+    file = io.BytesIO()
+    saved = {"config": settings(config), "state": state}
+    torch.save(saved | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    write_whole(config.folder / "checkpoint.pt", file.getbuffer())
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """The file is written whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def save_figure(config: Config, figure: object, name: str) -> None:
+    """A matplotlib figure as PNG in the run folder."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    write_whole(config.folder / name, file.getbuffer())
+
+
+def log(config: Config, record: dict) -> None:
+    """Append one line to metrics.jsonl."""
+    with open(config.folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_log(config: Config) -> list[dict]:
+    """The records of metrics.jsonl; a line that a killed run left unfinished is dropped."""
+    path = config.folder / "metrics.jsonl"
+    records = [read_json(line) for line in (path.read_text().splitlines() if path.exists() else [])]
+    return [record for record in records if isinstance(record, dict) and "step" in record]
+
+
+def read_json(source: Path | str) -> object:
+    """A file's or a line's JSON, None if it is not."""
+    with contextlib.suppress(ValueError):
+        return json.loads(source.read_text() if isinstance(source, Path) else source)
+
+
+def parse(arguments: list[str] | None = None) -> Config:
+    """The command line as a Config; tyro's boxed complaints become one line. Raises BadInput."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(Config, args=arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        rows = [row.strip("│ ") for row in complaint.getvalue().splitlines() if row.startswith("│")]
+        rule = next((i for i, row in enumerate(rows) if row.startswith("──")), len(rows))
+        text = " ".join(" ".join(rows[:rule]).removeprefix("Error parsing Config: ").split())
+        raise BadInput(f"{text} (--help lists every flag)") from None
+
+
+# ---- main -----------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 2 for bad input, 1 for a loss that is not finite, 130 for Ctrl-C."""
+    try:
+        config = parse(arguments)
+        result = train(config)
+    except BadInput as error:
+        print(f"mae.py: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"mae.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nmae.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    print(table(result))
+    print(as_line("result", {k: v for k, v in result.items() if isinstance(v, (int, float))}))
+    for name, scores in {**result["baselines"], "trained": result}.items():
+        print(f"{name:>10}: linear {scores['linear']:.1f} %, k-NN {scores['knn_weighted']:.1f} %")
+    print(f"pictures, metrics.jsonl, checkpoint.pt and result.json are in {config.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,520 @@
+"""Labelled images in, "how good are these features?" out: data, augmentation, features, evaluation protocols.
+
+A data set, wherever it comes from, is one uint8 tensor of images and one vector of labels, for train and for test:
+
+    >>> data = probe.load_images("digits", root="data", size=(16, 16))       # built in, needs no download
+    >>> data.train.shape, data.train_labels.shape
+    (torch.Size([10059, 1, 16, 16]), torch.Size([10059]))
+
+Features of every layer come from one pass, and all layers are probed at once:
+
+    >>> train = probe.features(model, model.layer_tokens, data.train)["mean"]     # (images, layers, width)
+    >>> test = probe.features(model, model.layer_tokens, data.test)["mean"]
+    >>> probe.linear_probe(train, data.train_labels, (test, data.test_labels))    # percent, one number a layer
+    >>> probe.knn(train, data.train_labels, test, data.test_labels)               # percent: weighted, majority
+
+Shapes: n images, c channels, h height, w width, l layers, d feature width, b batch, t tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+class BadInput(ValueError):
+    """A user's mistake: its one-line message says what is wrong, with the value, and what would be right."""
+
+
+# ---- Data -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set. Test labels count in the train classes' names."""
+
+    train: Tensor  # (n, c, h, w) uint8
+    train_labels: Tensor  # (n,) int64
+    test: Tensor  # (n, c, h, w) uint8
+    test_labels: Tensor  # (n,) int64
+    classes: tuple[str, ...]
+
+
+# name: torchvision's class, and its arguments for train and for test
+NAMED_SETS = {
+    "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
+    "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
+    "mnist": ("MNIST", {"train": True}, {"train": False}),
+    "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
+    "kmnist": ("KMNIST", {"train": True}, {"train": False}),
+    "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
+    "stl10": ("STL10", {"split": "train"}, {"split": "test"}),
+}
+IMAGE_FILES = {".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+
+
+def load_images(
+    data: str, root: str | Path, size: tuple[int, int], limit: int | None = None, skip_bad: bool = False
+) -> Images:
+    """The data set `data` at `size` (height, width): short side resized, centre kept.
+
+    `data` is "digits" (built in), a name of NAMED_SETS (torchvision's, under `root`, downloaded if need be), or a
+    folder with train/<class>/* and val/<class>/* or test/<class>/*, which is decoded once into a cache under `root`.
+    Files of a folder become RGB; the other sets keep their channels. `limit` keeps so many training images, evenly over
+    the classes; `skip_bad` leaves unreadable files out. Raises BadInput for whatever of this can't be had.
+    """
+    if data == "digits":
+        return _limited(_digits(size), limit)
+    if data in NAMED_SETS:
+        return _limited(_named(data, Path(root), size), limit)
+    return _folder(data, Path(root), size, limit, skip_bad)
+
+
+def evenly(labels: Tensor, limit: int | None) -> Tensor:
+    """Indices, in order, of the first `limit` images chosen in turn from every class; all of them for None."""
+    if limit is None or limit >= len(labels):
+        return torch.arange(len(labels))
+    by_class = torch.argsort(labels, stable=True)
+    start_of_class = torch.searchsorted(labels[by_class], labels[by_class])
+    turn = torch.arange(len(labels)) - start_of_class  # 0 for the first image of its class, 1 for the second, …
+    return by_class[torch.argsort(turn, stable=True)][:limit].sort().values
+
+
+def _limited(images: Images, limit: int | None) -> Images:
+    kept = evenly(images.train_labels, limit)
+    return Images(images.train[kept], images.train_labels[kept], images.test, images.test_labels, images.classes)
+
+
+def _digits(size: tuple[int, int]) -> Images:
+    """The built-in set: scikit-learn's 1,797 handwritten digits, each moved, scaled and turned at random.
+
+    1,437 digits give 10,059 grey train images of 16×16, the other 360 give 2,000 for test: no digit is in both.
+    Only +, −, ×, ÷ and rounding in float64, and a frozen random stream: the same bytes on every machine.
+    """
+    from sklearn.datasets import load_digits  # here, as it takes a second
+
+    source = load_digits()
+    random = np.random.RandomState(0)
+    order = random.permutation(1797)
+    train = np.tile(order[:1437], 7)
+    test = np.tile(order[1437:], 6)[:2000]
+    drawn = np.concatenate([train, test])
+    n, side = len(drawn), 16
+
+    def uniform(low: float, high: float) -> np.ndarray:
+        return low + (high - low) * random.random_sample((n, 1, 1))
+
+    zoom, down, right = uniform(0.45, 0.75), uniform(-2.5, 2.5), uniform(-2.5, 2.5)  # zoom: source pixels per pixel
+    half_tangent = uniform(-0.13, 0.13)  # tan(θ/2), |θ| up to 15 degrees: sine and cosine without a library's rounding
+    cosine = (1 - half_tangent * half_tangent) / (1 + half_tangent * half_tangent)
+    sine = 2 * half_tangent / (1 + half_tangent * half_tangent)
+    y, x = np.meshgrid(np.arange(side) - 7.5, np.arange(side) - 7.5, indexing="ij")
+    y, x = y - down, x - right
+    y, x = zoom * (cosine * y - sine * x) + 3.5, zoom * (sine * y + cosine * x) + 3.5
+
+    padded = np.pad(source.images[drawn], ((0, 0), (1, 1), (1, 1)))  # a border of paper
+    y, x = np.clip(y + 1, 0, 8.999), np.clip(x + 1, 0, 8.999)
+    top, left = np.floor(y).astype(int), np.floor(x).astype(int)
+    y, x = y - top, x - left
+    i = np.arange(n)[:, None, None]
+    upper = padded[i, top, left] * (1 - x) + padded[i, top, left + 1] * x
+    lower = padded[i, top + 1, left] * (1 - x) + padded[i, top + 1, left + 1] * x
+    values = (upper * (1 - y) + lower * y) * (255 / 16)  # ink is 0 … 16 in the source
+    images = fit(torch.from_numpy(np.floor(values + 0.5).astype(np.uint8))[:, None], size)
+    labels = torch.from_numpy(source.target[drawn].astype(np.int64))
+    names = tuple(str(digit) for digit in range(10))
+    return Images(images[: len(train)], labels[: len(train)], images[len(train) :], labels[len(train) :], names)
+
+
+def _named(name: str, root: Path, size: tuple[int, int]) -> Images:
+    from torchvision import datasets  # here, as it takes a second
+
+    class_name, *splits = NAMED_SETS[name]
+    dataset_class = getattr(datasets, class_name)
+
+    def open_set(folder: Path, download: bool) -> list:
+        with contextlib.redirect_stdout(None):  # torchvision announces every file
+            return [dataset_class(str(folder), download=download, **split) for split in splits]
+
+    try:
+        sets = open_set(root, download=False)
+    except Exception:  # torchvision: RuntimeError where files are missing, anything where they are damaged
+        try:
+            with tempfile.TemporaryDirectory() as staging:  # a download that fails leaves nothing under root
+                open_set(Path(staging), download=True)
+                shutil.copytree(staging, root, dirs_exist_ok=True)
+            sets = open_set(root, download=False)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:120]
+            raise BadInput(
+                f"{name} is not under {root} and could not be downloaded ({reason}): put torchvision's files for "
+                f"{class_name} there, name a folder of images with a slash (--data ./{name}), or use --data digits, "
+                "which needs no download"
+            ) from error
+    found = []
+    for part in sets:
+        images = torch.as_tensor(np.asarray(part.data))
+        if images.ndim == 3:
+            images = images[:, None]  # grey
+        elif images.shape[-1] == 3:
+            images = images.permute(0, 3, 1, 2).contiguous()
+        labels = part.targets if hasattr(part, "targets") else part.labels
+        found += [fit(images, size), torch.as_tensor(np.asarray(labels)).long()]
+    classes = getattr(sets[0], "classes", range(int(found[1].max()) + 1))
+    return Images(*found, tuple(str(c) for c in classes))
+
+
+# ---- Folders of image files -----------------------------------------------------------------------------------------
+
+
+def _folder(data: str, root: Path, size: tuple[int, int], limit: int | None, skip_bad: bool) -> Images:
+    folder = Path(data).expanduser()
+    if not folder.is_dir():
+        known = ", ".join(["digits", *NAMED_SETS])
+        raise BadInput(f"no data set and no folder is called {data!r}: use one of {known}, or a folder's path")
+    test_folder = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
+    if not (folder / "train").is_dir() or test_folder is None:
+        raise BadInput(f"{folder} must hold train/<class>/* and val/<class>/* or test/<class>/*")
+    train, test = _files_by_class(folder / "train"), _files_by_class(test_folder)
+    unknown = sorted(test.keys() - train.keys())
+    if unknown:
+        raise BadInput(f"{test_folder} has {len(unknown)} classes that train does not have, {unknown[0]!r} the first")
+    classes = tuple(sorted(train))
+
+    loaded = []
+    for by_class, kept in ((train, limit), (test, None)):
+        files = [(path, label) for label, name in enumerate(classes) for path in by_class.get(name, [])]
+        labels = torch.tensor([label for _, label in files])
+        chosen = evenly(labels, kept)
+        images, readable = _decoded([files[i][0] for i in chosen.tolist()], root / "cache", size, skip_bad)
+        loaded += [images, labels[chosen][readable]]
+    return Images(*loaded, classes)
+
+
+def _files_by_class(folder: Path) -> dict[str, list[Path]]:
+    """Image files under every class folder, at any depth, sorted; classes without one are left out."""
+    found = {}
+    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        paths = [Path(place) / name for place, _, names in os.walk(class_folder) for name in names]
+        paths = sorted(p for p in paths if p.suffix.lower() in IMAGE_FILES and not p.name.startswith("."))
+        if paths:
+            found[class_folder.name] = paths
+    if not found:
+        raise BadInput(f"{folder} has no image in a class folder: it must hold <class>/*.jpg, png, webp or the like")
+    return found
+
+
+def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bool) -> tuple[Tensor, Tensor]:
+    """All files as one memory-mapped tensor (n, 3, h, w) uint8, and the indices of the files that are in it.
+
+    The cache's name is a hash of every file's path, size and time of change: a changed folder is decoded again.
+    """
+    stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    key = hashlib.sha256(json.dumps([stats, size]).encode()).hexdigest()[:20]
+    images_file, bad_file = cache / f"{key}.npy", cache / f"{key}.bad.json"
+    if not images_file.exists():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _decode(files, images_file, bad_file, size, skip_bad)
+        except OSError as error:
+            raise BadInput(f"can't write the cache of decoded images to {cache} ({error}): name a --root") from error
+    bad = json.loads(bad_file.read_text())
+    if bad and not skip_bad:
+        raise BadInput(f"{files[bad[0]]} can't be read as an image: mend or delete it, or use --skip-bad-images")
+    images = torch.from_numpy(np.load(images_file, mmap_mode="c"))
+    readable = torch.ones(len(files), dtype=torch.bool)
+    readable[bad] = False
+    if not readable.any():
+        raise BadInput(f"none of the {len(files)} images, {files[0]} the first, can be read")
+    return (images[readable] if bad else images), readable.nonzero().flatten()
+
+
+def _decode(files: list[Path], images_file: Path, bad_file: Path, size: tuple[int, int], skip_bad: bool) -> None:
+    """Decode into a temporary file and rename it when whole, the list of bad files first."""
+    partial = images_file.with_suffix(f".{os.getpid()}.tmp")
+    images = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=(len(files), 3, *size))
+    bad = []
+    try:
+        with ThreadPool(os.cpu_count()) as pool:
+            decoded = pool.imap(lambda path: _read(path, size), files, chunksize=16)
+            for i, image in enumerate(tqdm(decoded, "decoding", len(files), unit=" images", disable=None)):
+                if image is not None:
+                    images[i] = image
+                elif skip_bad:
+                    bad.append(i)
+                else:
+                    raise BadInput(
+                        f"{files[i]} can't be read as an image: mend or delete it, or use --skip-bad-images"
+                    )
+        if bad:
+            tqdm.write(f"{len(bad)} of {len(files)} images can't be read and are left out, {files[bad[0]]} the first")
+        images.flush()
+        bad_file.write_text(json.dumps(bad))
+        os.replace(partial, images_file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read(path: Path, size: tuple[int, int]) -> np.ndarray | None:
+    """One file as (3, h, w) uint8: short side resized (bicubic), centre kept; None if it can't be read."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):  # 16 bits a pixel: Pillow would clip them to white
+                values = np.asarray(image, dtype=np.float64)
+                image = Image.fromarray((values / 257 if values.max() > 255 else values).clip(0, 255).astype(np.uint8))
+            image = ImageOps.fit(image.convert("RGB"), (size[1], size[0]), Image.Resampling.BICUBIC)
+            return np.asarray(image).transpose(2, 0, 1)
+    except Exception:  # Pillow's plugins raise whatever they meet in a damaged file
+        return None
+
+
+# ---- Augmentation ---------------------------------------------------------------------------------------------------
+
+
+def augment(
+    images: Tensor, size: tuple[int, int], generator: torch.Generator, min_scale: float = 0.2, flip: bool = True
+) -> Tensor:
+    """Random resized crop and horizontal flip, each image its own: (b, c, H, W) uint8 to (b, c, h, w) float32, 0 … 255.
+
+    `min_scale` is the smallest share of the image's area that a crop keeps; 1 means no crop. Everything runs on the
+    images' device, where `generator` must be too.
+    """
+    b, _, height, width = images.shape
+    flips = torch.rand(b, generator=generator, device=images.device) < (0.5 if flip else 0.0)
+    if min_scale < 1:
+        boxes = random_boxes(b, height, width, generator, scale=(min_scale, 1.0))
+    else:
+        boxes = torch.tensor([[0, 0, height, width]], device=images.device).expand(b, 4)
+    return crop_and_resize(images, boxes, size, flips)
+
+
+def random_boxes(
+    count: int,
+    height: int,
+    width: int,
+    generator: torch.Generator,
+    scale: tuple[float, float] = (0.2, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Tensor:
+    """Crops (count, 4) as top, left, height, width, drawn as torchvision's RandomResizedCrop draws them.
+
+    Ten tries at a share of the area and an aspect ratio; the first that fits is taken, else the largest centre crop.
+    """
+    device = generator.device
+    draws = torch.rand(count, 10, 2, generator=generator, device=device)
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[..., 0])
+    aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[..., 1])
+    w, h = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()  # (count, 10)
+    fits = (w >= 1) & (w <= width) & (h >= 1) & (h <= height)
+    first = fits.int().argmax(dim=1, keepdim=True)
+    w, h = w.gather(1, first)[:, 0], h.gather(1, first)[:, 0]
+    place = torch.rand(count, 2, generator=generator, device=device)
+    top, left = (place[:, 0] * (height - h + 1)).floor(), (place[:, 1] * (width - w + 1)).floor()
+
+    centre_w, centre_h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+    centre = [(height - centre_h) // 2, (width - centre_w) // 2, centre_h, centre_w]
+    boxes = torch.stack([top, left, h, w], dim=1)
+    return torch.where(fits.any(dim=1, keepdim=True), boxes, torch.tensor(centre, dtype=boxes.dtype, device=device))
+
+
+def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int], flips: Tensor | None = None) -> Tensor:
+    """Each image's box (b, 4: top, left, height, width) resized to `size`: (b, c, H, W) to (b, c, h, w), 0 … 255.
+
+    Antialiased bicubic interpolation, as Pillow and torchvision have it, is linear and separable: one small matrix for
+    the rows and one for the columns of each image, so the whole batch is two batched products.
+    """
+    top, left, height, width = boxes.to(torch.float32).unbind(1)
+    rows = _resize_matrix(top, height, images.shape[2], size[0])  # (b, h, H)
+    columns = _resize_matrix(left, width, images.shape[3], size[1])  # (b, w, W)
+    if flips is not None:
+        columns = torch.where(flips[:, None, None], columns.flip(1), columns)
+    resized = rows[:, None] @ images.to(torch.float32) @ columns[:, None].transpose(2, 3)
+    return resized.clamp(0, 255)
+
+
+def _resize_matrix(start: Tensor, length: Tensor, pixels: int, size: int) -> Tensor:
+    """Weights (b, size, pixels) that carry the interval [start, start + length) of an axis of `pixels` to `size`."""
+    scale = (length / size)[:, None, None]  # source pixels per pixel
+    i = torch.arange(size, device=start.device)[:, None] + 0.5
+    j = torch.arange(pixels, device=start.device) + 0.5
+    inside = (j > start[:, None, None]) & (j < (start + length)[:, None, None])
+    x = ((j - start[:, None, None] - i * scale) / scale.clamp(min=1)).abs()
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0)) * inside
+    return weights / weights.sum(dim=2, keepdim=True)
+
+
+def fit(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """uint8 images (n, c, H, W) at `size`: short side resized, centre kept."""
+    height, width = images.shape[2:]
+    if (height, width) == tuple(size):
+        return images
+    scale = min(height / size[0], width / size[1])
+    h, w = min(height, round(size[0] * scale)), min(width, round(size[1] * scale))
+    box = torch.tensor([[(height - h) // 2, (width - w) // 2, h, w]])
+    chunks = [crop_and_resize(chunk, box.expand(len(chunk), 4), size) for chunk in images.split(1000)]
+    return torch.cat([chunk.round().to(torch.uint8) for chunk in chunks])
+
+
+# ---- Features -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def features(
+    model: nn.Module,
+    layer_tokens: Callable[[Tensor], Iterable[Tensor]],
+    images: Tensor,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Features of every layer from one pass in eval mode: {"mean": (n, l, d), "cls": (n, l, d)}, float32, on `device`.
+
+    `layer_tokens` takes a batch of images (b, c, h, w) and yields the tokens (b, t, d) after every layer: "mean" is
+    their mean over all tokens (the authors' code), "cls" the first token. The model comes back as it was.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    pooled: dict[str, list[Tensor]] = {"mean": [], "cls": []}
+    try:
+        for batch in images.split(batch_size):
+            mean, cls = [], []
+            for tokens in layer_tokens(batch.to(device)):
+                mean.append(tokens.float().mean(dim=1))
+                cls.append(tokens[:, 0].float())
+            pooled["mean"].append(torch.stack(mean, dim=1))
+            pooled["cls"].append(torch.stack(cls, dim=1))
+    finally:
+        for module, training in modes:
+            module.training = training
+    return {name: torch.cat(parts) for name, parts in pooled.items()}
+
+
+# ---- Protocols ------------------------------------------------------------------------------------------------------
+
+
+def linear_probe(
+    train: Tensor,
+    train_labels: Tensor,
+    *tests: tuple[Tensor, Tensor],
+    epochs: int = 200,
+    batch_size: int = 1024,
+    lr: float = 1e-2,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Linear classifiers on frozen features (the paper's ImageNet-100 protocol), one for each of l feature sets.
+
+    train (n, l, d) or (n, d), train_labels (n,); every test is a pair of the same form. All l classifiers train at once
+    as one batched product: cross-entropy, Adam, cosine from `lr` to 0, features standardised with train's mean and
+    deviation. Returns for every test the accuracies (l,) in percent.
+    """
+    train = train[:, None] if train.ndim == 2 else train
+    n, sets, width = train.shape
+    device = train.device
+    classes = int(train_labels.max()) + 1
+    deviation, mean = torch.std_mean(train, dim=0, correction=0)
+    deviation = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)  # constant channels stay constant
+    x, y = (train - mean) / deviation, train_labels.to(device)
+
+    weight = torch.zeros(sets, width, classes, device=device, requires_grad=True)
+    bias = torch.zeros(sets, 1, classes, device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([weight, bias], lr=lr, fused=device.type in ("cpu", "cuda"))
+    generator = torch.Generator().manual_seed(seed)
+    batches = math.ceil(n / batch_size)
+    for epoch in range(epochs):
+        order = torch.randperm(n, generator=generator).to(device)
+        for i, index in enumerate(order.split(batch_size)):
+            optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / batches) / epochs))
+            logits = torch.baddbmm(bias, x[index].transpose(0, 1), weight)  # (l, b, classes)
+            loss = F.cross_entropy(logits.flatten(0, 1), y[index].repeat(sets), reduction="sum") / len(index)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    accuracies = []
+    with torch.no_grad():
+        for test, labels in tests:
+            test = test[:, None] if test.ndim == 2 else test
+            right = torch.zeros(sets, device=device)
+            for part, truth in zip(test.split(4096), labels.to(device).split(4096)):
+                logits = torch.baddbmm(bias, ((part - mean) / deviation).transpose(0, 1), weight)
+                right += (logits.argmax(dim=2) == truth).sum(dim=1)
+            accuracies.append((100 * right / len(labels)).cpu())
+    return accuracies
+
+
+@torch.no_grad()
+def knn(
+    train: Tensor,
+    train_labels: Tensor,
+    test: Tensor,
+    test_labels: Tensor,
+    k: int = 20,
+    temperature: float = 0.07,
+    chunk: int = 2**25,
+) -> tuple[Tensor, Tensor]:
+    """k nearest neighbours by cosine similarity: two votes' accuracies (l,) in percent, weighted and majority.
+
+    Features (n, l, d) or (n, d). The weighted vote (Wu et al. 2018, the usual protocol) gives each neighbour
+    exp(similarity / temperature); the other one vote each. Ties go to the lower class. At most `chunk` similarities are
+    held at a time. With fewer than k training images, all of them vote.
+    """
+    train, test = (x[:, None] if x.ndim == 2 else x for x in (train, test))
+    train_labels, test_labels = train_labels.to(train.device), test_labels.to(train.device)
+    n, sets, _ = train.shape
+    classes = int(max(train_labels.max(), test_labels.max())) + 1
+    rows = max(1, chunk // n)
+    accuracies = torch.zeros(2, sets)
+    for layer in range(sets):
+        keys, queries = F.normalize(train[:, layer], dim=1), F.normalize(test[:, layer], dim=1)
+        right = torch.zeros(2, device=train.device)
+        for query, truth in zip(queries.split(rows), test_labels.split(rows)):
+            similarity, index = (query @ keys.T).topk(min(k, n), dim=1)
+            neighbours = F.one_hot(train_labels[index], classes).to(similarity.dtype)  # (b, k, classes)
+            weights = torch.exp((similarity - similarity[:, :1]) / temperature)  # scaled by the best: no overflow
+            weighted = (weights[..., None] * neighbours).sum(dim=1).argmax(dim=1)
+            majority = neighbours.sum(dim=1).argmax(dim=1)
+            right += torch.stack([(weighted == truth).sum(), (majority == truth).sum()])
+        accuracies[:, layer] = (100 * right / len(test)).cpu()
+    return accuracies[0], accuracies[1]
+
+
+def evaluate_layers(
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, seed: int = 0
+) -> list[dict[str, float]]:
+    """For each of l layers: linear, held_out, knn_weighted, knn_majority, in percent; features (n, l, d).
+
+    `held_out` is the linear probe's accuracy on a tenth of train that it was not trained on: choose layers by it, and
+    report `linear`, the same probe's accuracy on test. The neighbours are those of the whole train set.
+    """
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).to(train.device)
+    held, used = order.tensor_split([max(1, len(train) // 10)])
+    labels = train_labels.to(train.device)
+    held_out, linear = linear_probe(
+        train[used], labels[used], (train[held], labels[held]), (test, test_labels), seed=seed
+    )
+    weighted, majority = knn(train, train_labels, test, test_labels)
+    names = ("linear", "held_out", "knn_weighted", "knn_majority")
+    return [dict(zip(names, map(float, row))) for row in zip(linear, held_out, weighted, majority)]
+
+
+def best_layer(layers: Sequence[dict[str, float]]) -> int:
+    """Number (from 1) of the layer with the best held-out accuracy; the earlier one of equals."""
+    return 1 + max(range(len(layers)), key=lambda i: layers[i]["held_out"])
