@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -82,18 +83,17 @@ MODELS = {  # encoder width, depth, heads; decoder width, depth, heads
 class Config:
     """Pretrain a masked autoencoder with decayed shortcuts, then probe its features.
 
-    A field that is None takes the data set's recipe, or the named model's size. Raises ValueError for a value that
-    can't be meant.
+    A field that is None takes the data set's recipe, or the named model's size.
     """
 
     data: str = "digits"  # digits (built in), a torchvision name, or a folder with train/<class>/* and val/<class>/*
     root: str = "data"  # where named data sets and the cache of decoded images live
-    recipe: Literal["digits", "fashion-mnist", "cifar", "imagenet"] | None = None  # None: the data set's
-    alpha_min: float | Literal["auto"] = 0.6  # weight of the last shortcut (paper Table 1); auto: from the depth
-    unet: bool = True  # skips from the encoder into the decoder (paper 3.3; without them: Table 3a)
+    recipe: str | None = None  # digits, fashion-mnist, cifar or imagenet; None: the data set's
+    alpha_min: float | Literal["auto"] = 0.6  # weight of the last shortcut (paper Eq. 5); auto: from the depth
+    unet: bool = True  # skips from the encoder into the decoder (without them: paper Table 3a)
     mask_ratio: float = 0.75  # share of the patches that is hidden (He et al. 2022)
 
-    model: Literal["micro", "vit-ti", "vit-s", "vit-b", "vit-l"] | None = None  # sizes by name
+    model: str | None = None  # sizes by name: micro, vit-ti, vit-s, vit-b or vit-l; patch_size is apart
     image_size: tuple[int, ...] | None = None  # pixels: one number, or height and width
     patch_size: int | None = None  # pixels
     width: int | None = None  # of the encoder's tokens
@@ -127,6 +127,9 @@ class Config:
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
     def __post_init__(self) -> None:
+        for name, table in (("recipe", RECIPES), ("model", MODELS)):
+            if getattr(self, name) not in (None, *table):
+                raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)}")
         recipe = RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")]
         sizes = ("width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads")
         filled = {**recipe, **dict(zip(sizes, MODELS[self.model or recipe["model"]]))}
@@ -140,6 +143,8 @@ class Config:
             object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth), 4))
 
     def _check(self) -> None:
+        """Raises ValueError for a value that can't be meant."""
+
         def positive(*names: str) -> None:
             for name in names:
                 if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
@@ -151,7 +156,7 @@ class Config:
         if len(size) != 2 or min(size) < 1:
             raise ValueError(f"image_size must be one or two positive numbers, not {' '.join(map(str, size)) or 'none'}")
         if size[0] % patch or size[1] % patch:
-            raise ValueError(f"patch_size {patch} does not divide the image of {size[0]}×{size[1]} pixels")
+            raise ValueError(f"patch_size {patch} does not divide the image of {size[0]}x{size[1]} pixels")
         for width, heads in (("width", "heads"), ("decoder_width", "decoder_heads")):
             if getattr(self, width) % getattr(self, heads):
                 raise ValueError(f"{heads} {getattr(self, heads)} does not divide {width} {getattr(self, width)}")
@@ -171,8 +176,10 @@ class Config:
             raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), not {self.betas[0]} {self.betas[1]}")
-        if self.eval_every < 0 or not 0 <= self.seed < 2**31:
-            raise ValueError("eval_every and seed must not be negative, and seed below 2^31")
+        if self.eval_every < 0:
+            raise ValueError(f"eval_every must not be negative, not {self.eval_every}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, not {self.seed}")
 
     @property
     def patches(self) -> int:
@@ -328,7 +335,10 @@ class MaskedAutoencoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None) -> None:
-        """He et al.'s start, but the last linear of every branch is zero: the encoder begins as exactly (Π α) x_0."""
+        """He et al.'s start, but every branch ends in zeros, so that the encoder begins as exactly (Π α) x_0.
+
+        The authors' code also starts the prediction at zero: the first loss is the targets' variance.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight, generator=generator)
@@ -340,6 +350,7 @@ class MaskedAutoencoder(nn.Module):
             nn.init.zeros_(block.mlp[-1].weight)
         for skip in self.skips:
             nn.init.zeros_(skip.join[-1].weight)
+        nn.init.zeros_(self.head.weight)
 
     def patches(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w), 0 … 255, to standardised patches (b, n, p)."""
@@ -399,6 +410,9 @@ class MaskedAutoencoder(nn.Module):
 # ---- Train ----------------------------------------------------------------------------------------------------------
 
 
+SAVE_SECONDS = 600  # a checkpoint after every epoch, and within epochs that take longer than this
+
+
 def learning_rate(config: Config, epoch: float, batch: int) -> float:
     """lr × batch/256 at a fractional `epoch`: linear warm-up, then cosine to 0."""
     peak = config.lr * batch / 256
@@ -423,10 +437,10 @@ def train(config: Config) -> dict:
     BadInput where the data, the device or the run folder can't be used, FloatingPointError where the loss is not finite.
     """
     device = choose_device(config.device)
-    result = check_run(config)
-    if result:
+    saved = open_run(config)
+    if saved and (config.folder / "result.json").exists():
         print(f"{config.folder} is finished: its result is shown; --overwrite trains again")
-        return result
+        return json.loads((config.folder / "result.json").read_text())
     data = probe.load_images(config.data, config.root, config.image_size, config.limit, config.skip_bad_images)
     n, channels = data.train.shape[:2]
     if config.patch_size**2 * channels == 1:
@@ -436,12 +450,13 @@ def train(config: Config) -> dict:
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == flat] for flat in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
-    state = start_run(config, model, optimizer, device)
+    state = {"step": 0, "loss": math.nan, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "baselines": {}}
+    start_run(config, saved, model, optimizer, state)
 
     alphas = shortcut_weights(config.depth, config.alpha_min)
     batch = min(config.batch_size, n)
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
-    print(f"{config.data}: {n} train and {len(data.test)} test images of {channels}×{'×'.join(map(str, config.image_size))}")
+    print(f"{config.data}: {n} train and {len(data.test)} test images of {channels}x{'x'.join(map(str, config.image_size))}")
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.kept} of {config.patches} patches "
         f"visible, {len(alphas)} shortcuts from 1 to {alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}"
@@ -495,7 +510,7 @@ def train(config: Config) -> dict:
                 f"the loss is not finite at step {step} (lr {lr:.1e}): try a lower --lr, more --warmup-epochs or a higher "
                 f"--alpha-min; {config.folder} keeps the last good checkpoint"
             )
-        if not last_of_epoch and seconds < 600:  # an epoch that takes hours is saved within, too
+        if not last_of_epoch and seconds < SAVE_SECONDS:
             continue
         state |= {"step": step + 1, "loss": loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
         state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
@@ -511,7 +526,7 @@ def train(config: Config) -> dict:
         seen, started = 0, time.monotonic()
     bar.close()
 
-    records = read_log(config)
+    records = read_log(config, steps)
     draw_curves(config, records, state["baselines"])
     draw_reconstructions(config, model, data.test)
     result = {
@@ -611,7 +626,7 @@ def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tenso
     axes = figure.subplots(3, len(some), squeeze=False)
     for row, name, pictures in zip(axes, ("original", "masked", "reconstruction"), (some, masked, predicted)):
         for axis, picture in zip(row, pictures.cpu() / 255):
-            axis.imshow(rearrange(picture, "c h w -> h w c"), cmap="gray", vmin=0, vmax=1)
+            axis.imshow(rearrange(picture.numpy(), "c h w -> h w c"), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(name)
     save_figure(config, figure, "reconstruction.png")
@@ -681,70 +696,60 @@ def as_line(title: str, values: dict) -> str:
 
 
 def settings(config: Config) -> dict:
-    """The config as JSON holds it, without the fields that don't decide the numbers."""
+    """The config as JSON holds it, less the fields that don't decide the numbers."""
     elsewhere = ("root", "device", "out", "overwrite", "compile")
     return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in elsewhere}))
 
 
-def check_run(config: Config) -> dict | None:
-    """The result of a finished run, None for one to start or go on with; BadInput if the folder holds anything else."""
-    folder = config.folder
+def open_run(config: Config) -> dict | None:
+    """The checkpoint that the run folder holds, None to start anew. Raises BadInput if the folder can't be this run's."""
+    folder, file = config.folder, config.folder / "checkpoint.pt"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
     names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
-    if not names:
-        return None
-    if "config.json" not in names:
+    if names and "config.json" not in names:
         raise BadInput(f"{folder} is not empty and not a run's folder: name another with --out")
-    if config.overwrite:
+    if config.overwrite or not file.exists():
         return None
-    differing = different(read_json(folder / "config.json"), settings(config))
-    if differing:
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        before, now = saved["config"], settings(config)
+        saved["model"], saved["optimizer"], saved["state"]["step"]
+    except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
         raise BadInput(
-            f"{folder} holds a run with {differing}: name another folder with --out, or use --overwrite to discard it"
-        )
-    return read_json(folder / "result.json") if "result.json" in names else None
+            f"{file} is damaged or not a checkpoint of mae.py: name another --out, or --overwrite to start anew"
+        ) from error
+    for name in now:
+        if before.get(name) != now[name]:
+            raise BadInput(
+                f"{folder} holds a run with {name} {before.get(name)}, not {now[name]}: name another --out, or --overwrite "
+                "to discard it"
+            )
+    return saved
 
 
-def different(saved: object, wanted: dict) -> str:
-    """The first setting in which a saved config differs, as text; empty if none does."""
-    if not isinstance(saved, dict):
-        return "no readable config"
-    names = [name for name in wanted if saved.get(name) != wanted[name]]
-    return f"{names[0]} {saved.get(names[0])}, not {wanted[names[0]]}" if names else ""
-
-
-def start_run(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
-    """Make the run folder, or load its checkpoint into model and optimizer; returns the state to go on from."""
-    folder, checkpoint = config.folder, config.folder / "checkpoint.pt"
-    if config.overwrite:
-        for name in ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png", "config.json"):
-            (folder / name).unlink(missing_ok=True)
-    state = {"step": 0, "loss": math.nan, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "baselines": {}}
-    if checkpoint.exists():
-        advice = f"move {checkpoint} away to train from the start"
+def start_run(config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Make the run folder, or fill model, optimizer and state from the saved checkpoint."""
+    folder = config.folder
+    if saved:
         try:
-            saved = torch.load(checkpoint, map_location=device, weights_only=True)
-            differing = different(saved["config"], settings(config))
-            if differing:
-                raise BadInput(f"{checkpoint} is of a run with {differing}: {advice}")
-            state = {name: saved["state"][name] for name in state}
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-        except BadInput:
-            raise
-        except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
-            raise BadInput(f"{checkpoint} is damaged or not a checkpoint of this script: {advice}") from error
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BadInput(f"{folder}/checkpoint.pt does not fit the model: --overwrite starts anew") from error
+        state |= saved["state"]
         print(f"going on at step {state['step']}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if config.overwrite:
+            for name in ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png"):
+                (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
-        kept = [record for record in read_log(config) if record["step"] <= state["step"]]
-        write_whole(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
+        lines = [json.dumps(record) + "\n" for record in read_log(config, state["step"])]
+        write_whole(folder / "metrics.jsonl", "".join(lines).encode())
     except OSError as error:
         raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
-    return state
 
 
 def save_checkpoint(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
@@ -775,17 +780,13 @@ def log(config: Config, record: dict) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def read_log(config: Config) -> list[dict]:
-    """The records of metrics.jsonl; a line that a killed run left unfinished is dropped."""
-    path = config.folder / "metrics.jsonl"
-    records = [read_json(line) for line in (path.read_text().splitlines() if path.exists() else [])]
-    return [record for record in records if isinstance(record, dict) and "step" in record]
-
-
-def read_json(source: Path | str) -> object:
-    """A file's or a line's JSON, None if it is not."""
-    with contextlib.suppress(ValueError):
-        return json.loads(source.read_text() if isinstance(source, Path) else source)
+def read_log(config: Config, step: int) -> list[dict]:
+    """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
+    records, file = [], config.folder / "metrics.jsonl"
+    for text in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):  # a line that was cut off
+            records += [record for record in [json.loads(text)] if record["step"] <= step]
+    return records
 
 
 def parse(arguments: list[str] | None = None) -> Config:
@@ -797,9 +798,10 @@ def parse(arguments: list[str] | None = None) -> Config:
     except SystemExit as stop:
         if not stop.code:
             raise
-        rows = [row.strip("│ ") for row in complaint.getvalue().splitlines() if row.startswith("│")]
-        rule = next((i for i, row in enumerate(rows) if row.startswith("──")), len(rows))
-        text = " ".join(" ".join(rows[:rule]).removeprefix("Error parsing Config: ").split())
+        _, *rows = (row.strip(" │") for row in complaint.getvalue().splitlines())  # a title, then what is wrong
+        between_rules = [list(group) for rule, group in itertools.groupby(rows, lambda row: not row.strip("╰─╯-")) if not rule]
+        text = " ".join(" ".join(between_rules[0]).split())
+        text = text.removeprefix("Error parsing Config: ").split(" Got errors:")[0]
         raise BadInput(f"{text} (--help lists every flag)") from None
 
 

@@ -79,10 +79,14 @@ def load_images(
     the classes; `skip_bad` leaves unreadable files out. Raises BadInput for whatever of this can't be had.
     """
     if data == "digits":
-        return _limited(_digits(size), limit)
-    if data in NAMED_SETS:
-        return _limited(_named(data, Path(root), size), limit)
-    return _folder(data, Path(root), size, limit, skip_bad)
+        images = _limited(_digits(size), limit)
+    elif data in NAMED_SETS:
+        images = _limited(_named(data, Path(root), size), limit)
+    else:
+        images = _folder(data, Path(root), size, limit, skip_bad)
+    if len(images.train) < 2:
+        raise BadInput(f"{data} has {len(images.train)} training image: probing needs two or more")
+    return images
 
 
 def evenly(labels: Tensor, limit: int | None) -> Tensor:

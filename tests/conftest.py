@@ -1,0 +1,42 @@
+"""What all tests share: the project on the path, one hypothesis profile, and the smallest run there is."""
+
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+hypothesis.settings.register_profile("project", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("project")
+
+# A run of two epochs of four steps on 200 of the built-in digits, in about two seconds.
+TINY = dict(
+    epochs=2, warmup_epochs=1, limit=200, batch_size=50, width=16, depth=2, heads=2,
+    decoder_width=16, decoder_depth=2, decoder_heads=2, patch_size=4, eval_every=0,
+)  # fmt: skip
+
+
+def flags(**settings):
+    """TINY, changed by `settings`, as command-line arguments."""
+    arguments = []
+    for name, value in {**TINY, **settings}.items():
+        values = value if isinstance(value, tuple) else (value,)
+        arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return arguments
+
+
+@pytest.fixture
+def clean(tmp_path, monkeypatch):
+    """An empty folder to stand in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def one_stream():
+    """No test depends on another's use of the global random stream."""
+    torch.manual_seed(0)

@@ -1,0 +1,257 @@
+"""The command line as a user runs it, in a clean folder: what it prints, and one line for every mistake."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, flags
+from PIL import Image
+
+import mae
+
+
+def run(*arguments, script="mae.py", **environment):
+    """The script in a process of its own; returns (exit code, stdout, stderr)."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def complaint(capsys, *arguments, script=mae):
+    """The one line that a mistake gets; asserts that it is one line, with exit code 2."""
+    capsys.readouterr()
+    code = script.main(list(arguments))
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert len(error.strip().splitlines()) == 1, error
+    assert error.startswith("mae.py: ") and "Traceback" not in error and len(error) < 400
+    return error
+
+
+def folder_of_images(folder, classes=("cat", "dog"), splits=("train", "val"), count=4, size=(20, 16)):
+    """A data set of plain colours in files."""
+    for split in splits:
+        for i, name in enumerate(classes):
+            (folder / split / name).mkdir(parents=True)
+            for j in range(count):
+                Image.new("RGB", size, (60 * i, 40 * j, 99)).save(folder / split / name / f"{j}.png")
+    return folder
+
+
+# ---- What it prints -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_prints_greppable_lines_and_no_bar_into_a_pipe(clean):
+    code, out, error = run(*flags(eval_every=1))
+    assert code == 0, error
+    assert error == ""  # no bar, no warning
+    assert len(re.findall(r"^train epoch=\d step=\d loss=\d\.\d+ lr=\S+ images_per_second=\S+$", out, re.M)) == 2
+    assert len(re.findall(r"^eval linear=\S+ knn_weighted=\S+ .*best_layer=\d$", out, re.M)) == 2
+    assert len(re.findall(r"^baseline (pixels|untrained) linear=\S+ knn_weighted=\S+$", out, re.M)) == 2
+    assert re.search(r"cumulative decay 3\.813e-01", out)  # 1 · 0.8667 · 0.7333 · 0.6
+    result = json.loads((clean / "runs/mae-digits-a0.6-s0/result.json").read_text())
+    (line,) = re.findall(r"^result .*$", out, re.M)
+    assert f"linear={result['linear']:.5g} " in line
+    for name in ("pixels", "untrained", "trained"):
+        assert re.search(rf"^ *{name}: linear \d+\.\d %, k-NN \d+\.\d %$", out, re.M)
+    assert [path.name for path in clean.iterdir()] == ["runs"]
+
+    code, again, error = run(*flags(eval_every=1))
+    assert code == 0 and error == "" and "is finished" in again and line in again
+
+
+def test_help_explains_every_flag():
+    code, out, _ = run("--help")
+    assert code == 0
+    for field in mae.Config.__dataclass_fields__:
+        assert f"--{field.replace('_', '-')}" in out
+    assert "Traceback" not in out
+
+
+def test_the_script_runs_from_another_folder_on_a_folder_of_images(clean, capsys):
+    folder_of_images(clean / "pets", count=6)
+    assert mae.main(flags(data="./pets", image_size=(16, 24), batch_size=99, limit=9)) == 0
+    out = capsys.readouterr().out
+    assert "9 train and 12 test images of 3x16x24" in out
+    assert "9 training images are fewer than batch_size 99: all of them are in every batch" in out
+    result = json.loads((clean / "runs/mae-pets-a0.6-s0/result.json").read_text())
+    assert result["steps"] == 2
+
+
+def test_out_names_the_run_folder_and_overwrite_discards_what_it_holds(clean, capsys):
+    assert mae.main(flags(out="here/run", epochs=1)) == 0
+    text = complaint(capsys, *flags(out="here/run", epochs=2))
+    assert "epochs 1, not 2" in text and "--overwrite" in text
+    assert json.loads((clean / "here/run/result.json").read_text())["epochs"] == 1
+    assert mae.main([*flags(out="here/run", epochs=2), "--overwrite"]) == 0
+    assert json.loads((clean / "here/run/result.json").read_text())["epochs"] == 2
+    assert len((clean / "here/run/metrics.jsonl").read_text().splitlines()) == 2
+
+
+# ---- Mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--alpha-min 1.1", "alpha_min 1.1 [0, 1]"),
+        ("--alpha-min -0.1", "alpha_min -0.1 [0, 1]"),
+        ("--alpha-min nan", "alpha_min nan [0, 1]"),
+        ("--alpha-min inf", "alpha_min inf"),
+        ("--alpha-min x", "--alpha-min x"),
+        ("--alpha-min", "--alpha-min"),
+        ("--alpha 0.6", "--alpha"),
+        ("0.6", "0.6"),
+        ("--patch-size 3", "patch_size 3 16x16"),
+        ("--patch-size 0", "patch_size 0"),
+        ("--image-size 16 20 --patch-size 8", "patch_size 8 16x20"),
+        ("--image-size", "image_size none"),
+        ("--image-size 16 16 16", "image_size 16 16 16"),
+        ("--image-size -16", "image_size -16"),
+        ("--heads 3", "heads 3 width 16"),
+        ("--decoder-heads 5", "decoder_heads 5 decoder_width 16"),
+        ("--heads 0", "heads 0"),
+        ("--width 18 --heads 2", "width multiple of 4 18"),
+        ("--depth 3", "depth even 3 --no-unet"),
+        ("--depth 0", "depth 0"),
+        ("--mask-ratio 0.99", "mask_ratio 0.99 16 patches"),
+        ("--mask-ratio 0", "mask_ratio 0"),
+        ("--mask-ratio 1", "mask_ratio 1"),
+        ("--mask-ratio nan", "mask_ratio nan"),
+        ("--mask-ratio 0.01 --image-size 4", "mask_ratio 0.01 1 patches"),
+        ("--epochs 0", "epochs 0"),
+        ("--epochs 1.5", "--epochs 1.5"),
+        ("--batch-size -1", "batch_size -1"),
+        ("--lr 0", "lr 0"),
+        ("--lr nan", "lr nan"),
+        ("--lr inf", "lr inf"),
+        ("--warmup-epochs 9", "warmup_epochs 9 epochs = 2"),
+        ("--weight-decay -1", "weight_decay -1"),
+        ("--betas 0.9 1", "betas 0.9 1"),
+        ("--clip-grad 0", "clip_grad 0"),
+        ("--accumulate 0", "accumulate 0"),
+        ("--min-scale 0", "min_scale 0"),
+        ("--min-scale nan", "min_scale nan"),
+        ("--eval-every -1", "eval_every -1"),
+        ("--probe-limit 0", "probe_limit 0"),
+        ("--seed -1", "seed -1"),
+        ("--limit 0", "limit 0"),
+        ("--limit 1", "digits 1 two"),
+        ("--model vit-x", "model vit-x vit-b"),
+        ("--recipe x", "recipe x cifar"),
+        ("--pool max", "max pool"),
+        ("--device tpu", "device tpu"),
+        ("--device cuda:77", "device cuda:77"),
+        ("--data nowhere", "nowhere digits folder"),
+        ("--data ./nowhere", "./nowhere folder"),
+        ("--patch-size 1 --image-size 4", "patch_size 1"),
+        ("--out /dev/null/run", "/dev/null/run /dev/null"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_writes_nothing(arguments, words, clean, capsys):
+    text = complaint(capsys, *flags(), *arguments.split())
+    assert all(word in text for word in words.split()), text
+    assert list(clean.iterdir()) == []
+
+
+def test_a_mistake_ends_the_process_with_exit_code_2(clean):
+    code, out, error = run(*flags(alpha_min=2))
+    assert (code, out) == (2, "")
+    assert error == "mae.py: alpha_min must lie in [0, 1], or be auto, not 2.0 (--help lists every flag)\n"
+
+
+def test_no_network_for_a_named_set_says_how_to_get_it(clean):
+    closed = {f"{name}{suffix}": "http://127.0.0.1:9" for name in ("http", "https", "HTTP", "HTTPS") for suffix in ("_proxy", "_PROXY")}
+    code, _, error = run("--data", "cifar10", **closed)
+    assert code == 2 and len(error.strip().splitlines()) == 1
+    assert "cifar10" in error and "data" in error and "digits" in error
+    assert list(clean.iterdir()) == []
+
+
+@pytest.mark.parametrize("splits, missing", [(("train",), "val"), (("val",), "train"), ((), "train")])
+def test_a_folder_without_a_split_is_named(splits, missing, clean, capsys):
+    (clean / "pets").mkdir()
+    folder_of_images(clean / "pets", splits=splits)
+    text = complaint(capsys, *flags(data="./pets"))
+    assert "pets" in text and missing in text
+    assert [path.name for path in clean.iterdir()] == ["pets"]
+
+
+def test_a_folder_without_images_is_named(clean, capsys):
+    folder_of_images(clean / "pets", count=0)
+    assert "pets/train" in complaint(capsys, *flags(data="./pets"))
+    assert [path.name for path in clean.iterdir()] == ["pets"]
+
+
+def test_a_test_class_that_train_lacks_is_named(clean, capsys):
+    folder_of_images(clean / "pets")
+    (clean / "pets/val/dog").rename(clean / "pets/val/wolf")
+    assert "'wolf'" in complaint(capsys, *flags(data="./pets"))
+    assert not (clean / "runs").exists()
+
+
+def test_an_unreadable_image_is_named_and_can_be_left_out(clean, capsys):
+    folder_of_images(clean / "pets")
+    (clean / "pets/train/cat/2.png").write_bytes(b"not a picture")
+    text = complaint(capsys, *flags(data="./pets", image_size=16))
+    assert "pets/train/cat/2.png" in text and "--skip-bad-images" in text
+    assert not (clean / "runs").exists() and not list(clean.rglob("*.npy")) and not list(clean.rglob("*.tmp"))
+    assert mae.main([*flags(data="./pets", image_size=16), "--skip-bad-images"]) == 0
+    assert "7 train and 8 test" in capsys.readouterr().out
+
+
+def test_a_foreign_folder_is_not_written_to(clean, capsys):
+    (clean / "thesis").mkdir()
+    (clean / "thesis/chapter.txt").write_text("mine")
+    assert "thesis" in complaint(capsys, *flags(out="thesis"))
+    assert "thesis" in complaint(capsys, *flags(out="thesis"), "--overwrite")
+    assert [path.name for path in (clean / "thesis").iterdir()] == ["chapter.txt"]
+
+
+class Hostile:
+    """A pickle that would make a file when it is loaded."""
+
+    def __reduce__(self):
+        return open, ("opened", "w")
+
+
+def truncated(content):
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "foreign", "hostile", "other shapes", "numbers"])
+def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(damage, clean, capsys):
+    assert mae.main(flags(out="run")) == 0
+    (clean / "run/result.json").unlink()
+    file = clean / "run/checkpoint.pt"
+    good = torch.load(file, weights_only=True)
+    if damage == "truncated":
+        file.write_bytes(truncated(file.read_bytes()))
+    elif damage in ("empty", "text"):
+        file.write_text("" if damage == "empty" else "hello")
+    elif damage == "foreign":
+        torch.save(torch.nn.Linear(2, 2).state_dict(), file)
+    elif damage == "hostile":
+        torch.save({**good, "state": Hostile()}, file)
+    elif damage == "other shapes":
+        torch.save({**good, "model": {name: value[..., :1] for name, value in good["model"].items()}}, file)
+    elif damage == "numbers":
+        torch.save([1, 2, 3], file)
+    before = file.read_bytes()
+    text = complaint(capsys, *flags(out="run"))
+    assert "checkpoint.pt" in text and "--overwrite" in text
+    assert file.read_bytes() == before
+    assert not (clean / "opened").exists()
+    assert mae.main([*flags(out="run"), "--overwrite"]) == 0
+
+
+def test_a_checkpoint_of_another_config_is_not_gone_on_with(clean, capsys):
+    assert mae.main(flags(out="run", alpha_min=0.5)) == 0
+    assert "alpha_min 0.5, not 0.6" in complaint(capsys, *flags(out="run"))

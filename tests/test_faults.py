@@ -1,0 +1,87 @@
+"""Killed runs go on to the same numbers."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, flags
+
+LONG = dict(epochs=10, batch_size=20, eval_every=4)  # 10 steps an epoch
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "mae.py"), *arguments],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def epochs_logged(folder):
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def numbers(folder):
+    """What must not depend on how often a run was killed: final weights, and every number that is no time."""
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    result = json.loads((folder / "result.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for entry in (result, *records):
+        for name in ("seconds", "images_per_second", "peak_memory_bytes"):
+            entry.pop(name, None)
+    return checkpoint["model"], result, records
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_three_kills_change_nothing(seed, clean):
+    """SIGKILL at a random moment after the first epoch, three times over: the same weights bit for bit."""
+    whole = start(*flags(**LONG, out="whole"))
+    moments = random.Random(seed)
+    for kill in range(3):
+        before = epochs_logged(clean / "killed")
+        process = start(*flags(**LONG, out="killed"))
+        while process.poll() is None and epochs_logged(clean / "killed") <= before:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it was finished before it could be killed"
+        process.stderr.close()
+    last = start(*flags(**LONG, out="killed"))
+    assert last.wait() == 0, last.stderr.read()
+    assert whole.wait() == 0, whole.stderr.read()
+    (weights, result, records), (same_weights, same_result, same_records) = (
+        numbers(clean / name) for name in ("whole", "killed")
+    )
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    assert result == same_result
+    assert records == same_records and len(records) == 10
+    assert not list((clean / "killed").glob("*.tmp"))
+
+
+def test_ctrl_c_says_in_one_line_that_the_run_goes_on(clean):
+    process = start(*flags(**{**LONG, "epochs": 1000}, out="run"))
+    while process.poll() is None and epochs_logged(clean / "run") < 1:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert process.stderr.read().strip().splitlines() == ["mae.py: stopped; the same command goes on from the last checkpoint"]
+
+
+def test_half_a_line_of_metrics_and_a_leftover_file_do_no_harm(clean):
+    process = start(*flags(**LONG, out="run"))
+    while process.poll() is None and epochs_logged(clean / "run") < 2:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with open(clean / "run/metrics.jsonl", "a") as file:
+        file.write('{"epoch": 9')
+    (clean / "run/checkpoint.pt.tmp").write_text("half a file")
+    again = start(*flags(**LONG, out="run"))
+    assert again.wait() == 0, again.stderr.read()
+    assert [record["epoch"] for record in numbers(clean / "run")[2]] == list(range(1, 11))
