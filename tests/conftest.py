@@ -10,7 +10,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-hypothesis.settings.register_profile("project", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "project", max_examples=25, deadline=None, derandomize=True, database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
+)  # fmt: skip
 hypothesis.settings.load_profile("project")
 
 # A run of two epochs of four steps on 200 of the built-in digits, in about two seconds.

@@ -1,0 +1,56 @@
+"""The tests have teeth: each small edit of tests/mutants.py breaks the test that is named for it."""
+
+import importlib
+import inspect
+import itertools
+import sys
+import types
+
+import pytest
+from conftest import ROOT
+from mutants import MUTANTS
+
+
+def edited(file, old, new):
+    """The script with `old` replaced, imported under another name."""
+    source = (ROOT / file).read_text()
+    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {file}"
+    module = types.ModuleType(f"mutant_of_{file.removesuffix('.py')}")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(source.replace(old, new), f"mutant of {file}", "exec"), module.__dict__)
+    return module
+
+
+def calls_of(test):
+    """The argument sets that pytest would call a test with, from its parametrize marks."""
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    axes = []
+    for mark in marks:
+        names = [name.strip() for name in mark.args[0].split(",")]
+        axes.append([dict(zip(names, values if len(names) > 1 else (values,))) for values in mark.args[1]])
+    for combination in itertools.product(*axes):
+        yield {name: value for values in combination for name, value in values.items()}
+
+
+@pytest.mark.parametrize("file, old, new, name", MUTANTS, ids=[f"{m[0]}-{i}" for i, m in enumerate(MUTANTS)])
+def test_every_mutant_is_killed(file, old, new, name, monkeypatch, request):
+    mutant = edited(file, old, new)
+    test_file, test_name = name.split("::")
+    module = importlib.import_module(test_file.removesuffix(".py"))
+    for place in list(sys.modules.values()):  # the test's module, and those whose helpers it uses
+        original = getattr(place, file.removesuffix(".py"), None)
+        if getattr(place, "__name__", "").startswith("test_") and isinstance(original, types.ModuleType):
+            monkeypatch.setattr(place, file.removesuffix(".py"), mutant)
+    test = getattr(module, test_name)
+    with pytest.raises(Exception):  # an assertion, or an error that the edit causes
+        for arguments in calls_of(test):
+            wanted = inspect.signature(test).parameters.keys() - arguments.keys()
+            fixtures = {} if hasattr(test, "hypothesis") else {name: request.getfixturevalue(name) for name in wanted}
+            test(**arguments, **fixtures)
+
+
+def test_there_are_mutants_of_every_script():
+    """Ten or more in all, and every script has some."""
+    assert len(MUTANTS) >= 10
+    scripts = {path.name for path in ROOT.glob("*.py")}
+    assert {file for file, *_ in MUTANTS} == scripts
