@@ -33,6 +33,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -424,9 +425,9 @@ def learning_rate(config: Config, epoch: float, batch: int) -> float:
 def build(config: Config, images: Tensor, device: torch.device) -> MaskedAutoencoder:
     """The untrained model that the seed decides, with the mean and deviation of train `images` (n, c, h, w)."""
     model = MaskedAutoencoder(config, images.shape[1], generator_for("cpu", config.seed, "init"))
-    sample = images[:: max(1, len(images) // 10_000)].double()
-    model.mean.copy_(sample.mean(dim=(0, 2, 3)))
-    model.std.copy_(sample.std(dim=(0, 2, 3), correction=0).clamp(min=1.0))
+    std, mean = torch.std_mean(images[:: max(1, len(images) // 1000)].float(), dim=(0, 2, 3))
+    model.mean.copy_(mean)
+    model.std.copy_(std.clamp(min=1.0))  # images of one colour have none
     return model.to(device)
 
 
@@ -503,19 +504,20 @@ def train(config: Config) -> dict:
         last_of_epoch = i == steps_per_epoch - 1
         if not last_of_epoch and step % 20:
             continue
-        loss, seconds = loss_sum.item() / (i + 1), time.monotonic() - started
-        bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
-        if not math.isfinite(loss):
+        mean_loss, seconds = loss_sum.item() / (i + 1), time.monotonic() - started
+        bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
+        if not math.isfinite(mean_loss):
             raise FloatingPointError(
                 f"the loss is not finite at step {step} (lr {lr:.1e}): try a lower --lr, more --warmup-epochs or a higher "
                 f"--alpha-min; {config.folder} keeps the last good checkpoint"
             )
         if not last_of_epoch and seconds < SAVE_SECONDS:
             continue
-        state |= {"step": step + 1, "loss": loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
+        state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
         state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
         if last_of_epoch:
-            record = {"epoch": epoch + 1, "step": step + 1, "loss": loss, "lr": lr, "images_per_second": seen / seconds}
+            record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
+            record["images_per_second"] = seen / seconds
             due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
             scores = evaluate(model, data, config) if due else {}
             with bar.external_write_mode():
@@ -552,12 +554,11 @@ def evaluate(model: MaskedAutoencoder, data: probe.Images, config: Config) -> di
     mean length of a probed test feature.
     """
     chosen = probe.evenly(data.train_labels, config.probe_limit)
-    device = model.mean.device
-    train, test = (
-        probe.features(model, model.layer_tokens, images, device=device) for images in (data.train[chosen], data.test)
-    )
+    extract = partial(probe.features, model, model.layer_tokens, device=model.mean.device)
+    train = extract(data.train, index=chosen, pools=[config.pool])[config.pool]  # (n, l, d)
+    test = extract(data.test, pools={config.pool, "cls"})
     layers = probe.evaluate_layers(
-        train[config.pool], data.train_labels[chosen], test[config.pool], data.test_labels, config.seed
+        train, data.train_labels[chosen], test[config.pool], data.test_labels, config.seed
     )
     for i, layer in enumerate(layers):
         entropy = rank.effective_rank(test["cls"][:, i])
@@ -569,20 +570,22 @@ def evaluate(model: MaskedAutoencoder, data: probe.Images, config: Config) -> di
 
 def evaluate_baselines(model: MaskedAutoencoder, data: probe.Images, config: Config) -> dict:
     """What the trained features must beat, probed alike: raw pixels (of at most 32×32) and the untrained encoder."""
-    chosen = probe.evenly(data.train_labels, config.probe_limit)
-    splits = data.train[chosen], data.test
     size = tuple(min(side, 32) for side in config.image_size)
-    device = model.mean.device
-    found = {
-        "pixels": [probe.fit(images, size).flatten(1)[:, None].float().to(device) / 255 for images in splits],
-        "untrained": [
-            probe.features(model, model.layer_tokens, images, device=device)[config.pool][:, -1:] for images in splits
-        ],
-    }
+
+    def pixels(images: Tensor) -> Iterator[Tensor]:
+        yield probe.fit(images, size).flatten(1)[:, None] / 255  # one token for the image
+
+    def untrained(images: Tensor) -> Iterator[Tensor]:
+        *_, last = model.layer_tokens(images)
+        yield last
+
+    chosen = probe.evenly(data.train_labels, config.probe_limit)
     scores = {}
-    for name, (train, test) in found.items():
+    for layer_tokens in (pixels, untrained):
+        extract = partial(probe.features, model, layer_tokens, device=model.mean.device, pools=[config.pool])
+        train, test = extract(data.train, index=chosen)[config.pool], extract(data.test)[config.pool]
         (layer,) = probe.evaluate_layers(train, data.train_labels[chosen], test, data.test_labels, config.seed)
-        scores[name] = {key: layer[key] for key in ("linear", "knn_weighted")}
+        scores[layer_tokens.__name__] = {name: layer[name] for name in ("linear", "knn_weighted")}
     return scores
 
 

@@ -240,12 +240,12 @@ def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bo
     bad = json.loads(bad_file.read_text())
     if bad and not skip_bad:
         raise BadInput(f"{files[bad[0]]} can't be read as an image: mend or delete it, or use --skip-bad-images")
-    images = torch.from_numpy(np.load(images_file, mmap_mode="c"))
+    if len(bad) == len(files):
+        raise BadInput(f"none of the {len(files)} images, {files[0]} the first, can be read")
     readable = torch.ones(len(files), dtype=torch.bool)
     readable[bad] = False
-    if not readable.any():
-        raise BadInput(f"none of the {len(files)} images, {files[0]} the first, can be read")
-    return (images[readable] if bad else images), readable.nonzero().flatten()
+    images = torch.from_numpy(np.load(images_file, mmap_mode="c"))  # "c": in memory a write would stay a copy
+    return images[: len(files) - len(bad)], readable.nonzero().flatten()
 
 
 def _decode(files: list[Path], images_file: Path, bad_file: Path, size: tuple[int, int], skip_bad: bool) -> None:
@@ -258,7 +258,7 @@ def _decode(files: list[Path], images_file: Path, bad_file: Path, size: tuple[in
             decoded = pool.imap(lambda path: _read(path, size), files, chunksize=16)
             for i, image in enumerate(tqdm(decoded, "decoding", len(files), unit=" images", disable=None)):
                 if image is not None:
-                    images[i] = image
+                    images[i - len(bad)] = image  # no gaps: the rows left over are last
                 elif skip_bad:
                     bad.append(i)
                 else:
@@ -373,7 +373,7 @@ def fit(images: Tensor, size: tuple[int, int]) -> Tensor:
         return images
     scale = min(height / size[0], width / size[1])
     h, w = min(height, round(size[0] * scale)), min(width, round(size[1] * scale))
-    box = torch.tensor([[(height - h) // 2, (width - w) // 2, h, w]])
+    box = torch.tensor([[(height - h) // 2, (width - w) // 2, h, w]], device=images.device)
     chunks = [crop_and_resize(chunk, box.expand(len(chunk), 4), size) for chunk in images.split(1000)]
     return torch.cat([chunk.round().to(torch.uint8) for chunk in chunks])
 
@@ -388,23 +388,28 @@ def features(
     images: Tensor,
     batch_size: int = 256,
     device: torch.device | str = "cpu",
+    index: Tensor | None = None,
+    pools: Sequence[str] = ("mean", "cls"),
 ) -> dict[str, Tensor]:
-    """Features of every layer from one pass in eval mode: {"mean": (n, l, d), "cls": (n, l, d)}, float32, on `device`.
+    """Features of every layer from one pass in eval mode, {name: (n, l, d)} for each of `pools`, float32, on `device`.
 
     `layer_tokens` takes a batch of images (b, c, h, w) and yields the tokens (b, t, d) after every layer: "mean" is
-    their mean over all tokens (the authors' code), "cls" the first token. The model comes back as it was.
+    their mean over all tokens (the authors' code), "cls" the first token. Of the images at `index` (n,), or of all.
+    The model comes back as it was.
     """
+    pool = {"mean": lambda tokens: tokens.mean(dim=1), "cls": lambda tokens: tokens[:, 0]}
+    index = torch.arange(len(images)) if index is None else index
+    pooled: dict[str, list[Tensor]] = {name: [] for name in pools}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    pooled: dict[str, list[Tensor]] = {"mean": [], "cls": []}
     try:
-        for batch in images.split(batch_size):
-            mean, cls = [], []
-            for tokens in layer_tokens(batch.to(device)):
-                mean.append(tokens.float().mean(dim=1))
-                cls.append(tokens[:, 0].float())
-            pooled["mean"].append(torch.stack(mean, dim=1))
-            pooled["cls"].append(torch.stack(cls, dim=1))
+        for part in tqdm(index.split(batch_size), "features", unit=" batches", leave=False, disable=None):
+            layers: dict[str, list[Tensor]] = {name: [] for name in pools}
+            for tokens in layer_tokens(images[part].to(device)):
+                for name in pools:
+                    layers[name].append(pool[name](tokens.float()))
+            for name in pools:
+                pooled[name].append(torch.stack(layers[name], dim=1))
     finally:
         for module, training in modes:
             module.training = training
@@ -442,7 +447,7 @@ def linear_probe(
     optimizer = torch.optim.Adam([weight, bias], lr=lr, fused=device.type in ("cpu", "cuda"))
     generator = torch.Generator().manual_seed(seed)
     batches = math.ceil(n / batch_size)
-    for epoch in range(epochs):
+    for epoch in tqdm(range(epochs), "linear probe", unit=" epochs", leave=False, disable=None):
         order = torch.randperm(n, generator=generator).to(device)
         for i, index in enumerate(order.split(batch_size)):
             optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / batches) / epochs))

@@ -20,7 +20,7 @@ MUTANTS = [
     ("mae.py", "for angle in angles for wave in", "for angle in angles[::-1] for wave in", "test_mae.py::test_positions_are_he_et_als_sine_and_cosine"),
     # targets and loss
     ("mae.py", "(variance + 1e-6).sqrt()", "variance.sqrt()", "test_mae.py::test_constant_patches_are_finite_targets"),
-    ("mae.py", "    patches = patches.float()\n", "", "test_mae.py::test_constant_patches_are_finite_targets"),
+    ("mae.py", "    patches = patches.float()\n", "", "test_mae.py::test_normalized_patches_have_mean_zero_and_deviation_one_and_can_be_undone"),
     ("mae.py", "torch.var_mean(patches, dim=-1, keepdim=True)", "torch.var_mean(patches, dim=(1, 2), keepdim=True)", "test_mae.py::test_loss_is_he_et_als_mean_over_masked_patches"),
     ("mae.py", "normalized(take(patches, masked))", "normalized(take(patches, masked.flip(1)))", "test_mae.py::test_loss_is_he_et_als_mean_over_masked_patches"),
     ("mae.py", "return F.mse_loss(prediction.float(), target)", "return F.l1_loss(prediction.float(), target)", "test_mae.py::test_loss_is_he_et_als_mean_over_masked_patches"),
