@@ -59,7 +59,7 @@ def test_a_run_prints_greppable_lines_and_no_bar_into_a_pipe(clean):
     result = json.loads((clean / "runs/mae-digits-a0.6-s0/result.json").read_text())
     (line,) = re.findall(r"^result .*$", out, re.M)
     assert f"linear={result['linear']:.5g} " in line
-    for name in ("pixels", "untrained", "trained"):
+    for name in ("pixels", "untrained", "trained, last layer", r"trained, layer \d \(best\)"):
         assert re.search(rf"^ *{name}: linear \d+\.\d %, k-NN \d+\.\d %$", out, re.M)
     assert [path.name for path in clean.iterdir()] == ["runs"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from sklearn.datasets import load_digits, make_classification
@@ -28,7 +28,6 @@ import probe
 TRAIN_SHA256 = "dad1bd7c8e588daf5aa32905e05c5d53d493e626317894f01d3b6b866223cfee"
 TEST_SHA256 = "57b34ab6227a1251e3954934f19ec7c7387edbfe3bfeea4e5728229bf9b72d2a"
 
-by_hypothesis = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31 - 1)
 
 
@@ -81,12 +80,13 @@ def test_no_source_digit_is_in_train_and_test(digits):
     order = np.random.RandomState(0).permutation(len(source.target))
     train, test = np.tile(order[:1437], 7), np.tile(order[1437:], 6)[:2000]
     assert not set(train) & set(test) and set(train) | set(test) == set(range(1797))
-    # These are the digits that were drawn, in this order: their labels, and the mean ink of seven drawings of one.
+    # These are the digits that were drawn, in this order: their labels tell, and the ink of the drawings of one digit,
+    # which goes with the source's (0.76 and more seen; between unrelated digits it would be 0).
     assert torch.equal(digits.train_labels, torch.from_numpy(source.target[train]).long())
     assert torch.equal(digits.test_labels, torch.from_numpy(source.target[test]).long())
     ink = source.images.mean(axis=(1, 2))
-    assert np.corrcoef(digits.train.double().mean(dim=(1, 2, 3)).view(7, 1437).mean(0), ink[order[:1437]])[0, 1] > 0.9
-    assert np.corrcoef(digits.test.double().mean(dim=(1, 2, 3))[:1800].view(5, 360).mean(0), ink[order[1437:]])[0, 1] > 0.9
+    assert np.corrcoef(digits.train.double().mean(dim=(1, 2, 3)).view(7, 1437).mean(0), ink[order[:1437]])[0, 1] > 0.6
+    assert np.corrcoef(digits.test.double().mean(dim=(1, 2, 3))[:1800].view(5, 360).mean(0), ink[order[1437:]])[0, 1] > 0.6
 
 
 def test_digits_of_another_size_and_limit_are_drawn_from_the_same_ones(digits):
@@ -115,13 +115,10 @@ def in_turns(labels: list[int], limit: int) -> list[int]:
     return sorted(chosen[:limit])
 
 
-@by_hypothesis
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 60))
-def test_evenly_takes_every_class_in_turn(labels, limit):
+@given(st.integers(1, 60), st.integers(1, 6), st.floats(0, 1), seeds)
+def test_evenly_takes_every_class_in_turn(n, classes, share, seed):
+    labels, limit = torch.randint(0, classes, (n,), generator=seeded(seed)).tolist(), 1 + int(share * (n - 1))
     chosen = probe.evenly(torch.tensor(labels), limit).tolist()
-    if limit >= len(labels):
-        assert chosen == list(range(len(labels)))
-        return
     assert chosen == in_turns(labels, limit)
     assert chosen == sorted(set(chosen)) and len(chosen) == limit
     counts = {label: sum(labels[i] == label for i in chosen) for label in labels}
@@ -134,6 +131,7 @@ def test_evenly_takes_the_first_of_each_class():
     assert probe.evenly(labels, 3).tolist() == [0, 3, 5]
     assert probe.evenly(labels, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert probe.evenly(labels, None).tolist() == probe.evenly(labels, 100).tolist() == list(range(9))
+    assert probe.evenly(labels, 0).tolist() == []
 
 
 # ---- Folders of image files -----------------------------------------------------------------------------------------
@@ -244,19 +242,21 @@ PALETTE.putpalette(bytes(sum(([*RED] if i == 3 else [*BLUE] if i == 7 else [0, 0
         ("cmyk.jpg", Image.fromarray(halves(RED, BLUE)).convert("CMYK"), RED, BLUE, 6),
         ("one_bit.png", Image.fromarray(halves(0, 255)).convert("1"), (0,) * 3, (255,) * 3, 0),
         ("16_bit.png", halves(30 * 257, 190 * 257, np.uint16), INK, (190,) * 3, 0),
+        ("16_bit_and_black.png", halves(0, 190 * 257, np.uint16), (0,) * 3, (190,) * 3, 0),
+        ("16_bit_and_white.png", halves(30 * 257, 65535, np.uint16), INK, (255,) * 3, 0),
         ("32_bit.tif", halves(30 * 257, 190 * 257, np.int32), INK, (190,) * 3, 0),
-        ("32_bit_of_8.tif", halves(30, 190, np.int32), INK, (190,) * 3, 0),
+        ("32_bit_of_8.tif", halves(0, 255, np.int32), (0,) * 3, (255,) * 3, 0),
         ("float_of_8.tif", halves(30.0, 190.0, np.float32), INK, (190,) * 3, 0),
     ],
 )
 def test_files_of_every_kind_arrive_as_rgb(tmp_path, name, image, left, right, tolerance):
     options = {"lossless": True} if name.endswith("webp") else {"quality": 98} if name[-3:] in ("jpg", "PEG") else {}
-    save(tmp_path / "set" / "train" / "a" / name, image, **options)
-    save(tmp_path / "set" / "val" / "a" / name, image, **options)
+    for place in ("train/a", "train/b", "val/a"):
+        save(tmp_path / "set" / place / name, image, **options)
     data = load(tmp_path / "set", tmp_path, (10, 20))
-    for images in (data.train, data.test):
-        assert images.shape == (1, 3, 10, 20) and images.dtype == torch.uint8
-        for part, colour in ((images[0, :, :, :7], left), (images[0, :, :, 13:], right)):  # away from the edge
+    assert data.train.shape == (2, 3, 10, 20) and data.train.dtype == torch.uint8
+    for found in (*data.train, *data.test):
+        for part, colour in ((found[:, :, :7], left), (found[:, :, 13:], right)):  # away from the edge
             assert (part.int() - torch.tensor(colour)[:, None, None]).abs().max() <= tolerance
 
 
@@ -265,11 +265,13 @@ def test_files_of_every_kind_arrive_as_rgb(tmp_path, name, image, left, right, t
 def test_decoding_is_pillows_bicubic_fit_of_any_size(tmp_path, source, size):
     pixels = noise(*source, 3).numpy()
     save(tmp_path / "set" / "train" / "a" / "0.png", pixels)
-    save(tmp_path / "set" / "val" / "a" / "0.png", flat(7))  # of another size
+    for place in ("train/a/1.png", "val/a/0.png"):
+        save(tmp_path / "set" / place, flat(7))  # of another size
     data = load(tmp_path / "set", tmp_path, size)
     expected = np.asarray(ImageOps.fit(Image.fromarray(pixels), (size[1], size[0]), Image.Resampling.BICUBIC))
     assert torch.equal(data.train[0], torch.tensor(expected).permute(2, 0, 1))
-    assert data.test.shape == (1, 3, *size) and grey_values(data.test) == [7]
+    assert data.train.shape == (2, 3, *size) and data.test.shape == (1, 3, *size)
+    assert grey_values(data.train[1:]) == grey_values(data.test) == [7]
 
 
 def test_a_second_time_comes_from_the_cache(tmp_path, monkeypatch):
@@ -386,10 +388,16 @@ def test_classes_without_images_are_refused_by_name(tmp_path, part):
 
 def test_a_test_class_that_train_lacks_is_refused_by_name(tmp_path):
     folder = small_folder(tmp_path / "set")
-    save(folder / "val" / "zebra" / "0.png", flat(1))
-    save(folder / "val" / "yak" / "0.png", flat(1))
+    for name in ("zebra", "yak", "newt", "mole", "lynx"):
+        save(folder / "val" / name / "0.png", flat(1))
     message = refusal(str(folder), tmp_path, (4, 6))
-    assert "'yak'" in message and "2 classes" in message
+    assert "'lynx'" in message and "5 classes" in message and str(folder / "val") in message
+
+
+@pytest.mark.parametrize("limit", [1, 0, -1])
+def test_fewer_than_two_train_images_are_refused(tmp_path, limit):
+    for data in ("digits", str(small_folder(tmp_path / "set"))):
+        assert data in refusal(data, tmp_path / "root", (4, 6), limit=limit)
 
 
 def test_a_cache_that_cannot_be_written_is_refused_by_name(tmp_path):
@@ -444,8 +452,10 @@ def test_a_set_is_downloaded_once(tmp_path, monkeypatch, capsys):
             self.targets = [0, 1, 2, 1, 0]
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Small)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "another set").touch()
     first = probe.load_images("cifar10", tmp_path / "root", (8, 8))
-    assert (tmp_path / "root" / "small" / "images.npy").is_file()
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["another set", "small"]
     count = len(downloads)
     again = probe.load_images("cifar10", tmp_path / "root", (8, 8))
     assert len(downloads) == count > 0 and torch.equal(first.train, again.train)
@@ -553,29 +563,38 @@ def boxes_of_torchvision(count: int, height: int, width: int, scale, ratio) -> t
         return torch.tensor([RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(count)])
 
 
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Kolmogorov and Smirnov's between two samples: the largest gap between their distribution functions."""
+    at = torch.cat([a, b]).sort().values
+    below = [torch.searchsorted(x.sort().values, at, right=True) / len(x) for x in (a, b)]
+    return (below[0] - below[1]).abs().max().item()
+
+
 @pytest.mark.parametrize(
     "height, width, scale, ratio",
-    [(32, 32, (0.2, 1.0), (3 / 4, 4 / 3)), (30, 50, (0.5, 0.9), (3 / 4, 4 / 3)), (40, 20, (0.05, 0.6), (0.5, 2.5))],
+    [
+        (32, 32, (0.2, 1.0), (3 / 4, 4 / 3)),
+        (30, 50, (0.5, 0.9), (3 / 4, 4 / 3)),
+        (40, 20, (0.05, 0.6), (0.5, 2.5)),
+        (20, 75, (0.2, 1.0), (3 / 4, 4 / 3)),  # in a third of the cases none of ten tries fits
+        (4, 4, (0.005, 0.3), (3 / 4, 4 / 3)),  # boxes of less than half a pixel do not fit
+    ],
 )
 def test_boxes_are_distributed_as_torchvisions(height, width, scale, ratio):
-    """Two-sample Kolmogorov–Smirnov distance: below 0.03 with probability 0.998 where the laws are the same."""
-    theirs = boxes_of_torchvision(4000, height, width, scale, ratio).double()
+    """Where the laws are the same, a distance is below 0.025 in 0.9995 of all cases."""
+    theirs = boxes_of_torchvision(8000, height, width, scale, ratio).double()
     ours = probe.random_boxes(40_000, height, width, seeded(), scale, ratio).double()
     top, left, h, w = ours.unbind(1)
     assert torch.equal(ours, ours.round()) and (ours[:, :2] >= 0).all() and (ours[:, 2:] >= 1).all()
     assert (top + h <= height).all() and (left + w <= width).all()
-    assert len(ours.unique(dim=0)) > 1000  # each image has its own
 
     def seen(boxes: torch.Tensor) -> list[torch.Tensor]:
         top, left, h, w = boxes.unbind(1)
-        return [top, left, h, w, h * w, w / h, top / (height - h).clamp(min=1), left / (width - w).clamp(min=1)]
+        down, right = top / (height - h).clamp(min=1), left / (width - w).clamp(min=1)
+        return [top, left, h, w, h * w, w / h, down, right, down - right]
 
     for a, b in zip(seen(theirs), seen(ours)):
-        points = torch.cat([a, b]).sort().values
-        distance = (torch.searchsorted(a.sort().values, points, right=True) / len(a)) - (
-            torch.searchsorted(b.sort().values, points, right=True) / len(b)
-        )
-        assert distance.abs().max() < 0.03
+        assert distance(a, b) < 0.025
 
 
 def test_boxes_keep_to_the_range_of_area_and_ratio_and_reach_its_ends():
@@ -590,6 +609,12 @@ def test_boxes_keep_to_the_range_of_area_and_ratio_and_reach_its_ends():
     assert (top[free] / (height - h[free])).mean() == pytest.approx(0.5, abs=0.01)
 
 
+def test_boxes_are_the_papers_unless_said_otherwise():
+    """From a fifth of the area to all of it."""
+    h, w = probe.random_boxes(20_000, 600, 600, seeded())[:, 2:].unbind(1)
+    assert 0.199 < (h * w).min() / 360_000 < 0.205 and (h * w).max() / 360_000 > 0.98
+
+
 @pytest.mark.parametrize("height, width, box", [(4, 400, [0, 197, 4, 5]), (400, 4, [197, 0, 5, 4]), (9, 90, [0, 39, 9, 12])])
 def test_where_no_box_fits_it_is_the_centre(height, width, box):
     assert boxes_of_torchvision(1, height, width, (0.2, 1.0), (3 / 4, 4 / 3)).tolist() == [box]
@@ -601,34 +626,37 @@ def test_where_a_box_is_too_large_for_every_try_the_whole_image_is_taken():
 
 
 def ramps(count: int) -> torch.Tensor:
-    """Images (count, 2, 60, 60) whose channels say in which row and in which column a pixel is, four levels apart."""
+    """Images (count, 2, 60, 40) whose channels say in which row and in which column a pixel is, four levels apart."""
     step = torch.arange(60, dtype=torch.uint8) * 4
-    return torch.stack([step[:, None].expand(60, 60), step.expand(60, 60)]).expand(count, 2, 60, 60)
+    return torch.stack([step[:, None].expand(60, 40), step[:40].expand(60, 40)]).expand(count, 2, 60, 40)
+
+
+def heights_and_widths(crops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the boxes that crops (count, 2, 12, 12) of ramps were cut from, the width negative where mirrored.
+
+    A crop of a ramp is a ramp, and its slope in the interior tells the size.
+    """
+    down, right = crops[:, 0, 7, :] - crops[:, 0, 4, :], crops[:, 1, :, 7] - crops[:, 1, :, 4]
+    assert torch.allclose(down, down[:, :1], atol=1e-2) and torch.allclose(right, right[:, :1], atol=1e-2)
+    return down[:, 0], right[:, 0]  # three of twelve pixels, four levels each: the slopes are the sizes
 
 
 def test_augmented_images_are_crops_of_their_own_and_half_of_them_are_mirrored():
-    """A crop of a ramp is a ramp: its slope is the box's height or width, and its sign says whether it is mirrored."""
+    """As in test_boxes_are_distributed_as_torchvisions, whose boxes these are."""
     before = torch.get_rng_state()
-    found = probe.augment(ramps(1000), (12, 12), seeded(), min_scale=0.4) / 4
-    assert found.shape == (1000, 2, 12, 12)
-    down, right = (found[:, 0, 7, :] - found[:, 0, 4, :]) * 4, (found[:, 1, :, 7] - found[:, 1, :, 4]) * 4
-    assert torch.allclose(down, down[:, :1], atol=1e-2) and torch.allclose(right, right[:, :1], atol=1e-2)
-    down, right = down[:, 0], right[:, 0]  # the box's height and width, the width negative where mirrored
-    assert (down > 0).all()
-    assert (right < 0).float().mean() == pytest.approx(0.5, abs=0.05)  # three standard deviations
-    share = down * right.abs() / 3600
-    assert 0.38 < share.min() < 0.43 and 0.93 < share.max() < 1.001
-    theirs = boxes_of_torchvision(4000, 60, 60, (0.4, 1.0), (3 / 4, 4 / 3)).double().prod(dim=1)
-    area = boxes_of_torchvision(4000, 60, 60, (0.4, 1.0), (3 / 4, 4 / 3))[:, 2:].double().prod(dim=1).mean() / 3600
-    assert share.mean() == pytest.approx(area.item(), abs=0.02) and len(theirs) == 4000
-    assert len(share.unique()) > 500
+    h, w = heights_and_widths(probe.augment(ramps(4000), (12, 12), seeded(), min_scale=0.4))
+    assert (h > 0).all()
+    assert (w < 0).float().mean() == pytest.approx(0.5, abs=0.024)  # three standard deviations
+    theirs = boxes_of_torchvision(8000, 60, 40, (0.4, 1.0), (3 / 4, 4 / 3))[:, 2:].double()
+    found = torch.stack([h, w.abs()], dim=1).double().round()
     assert torch.equal(before, torch.get_rng_state())
+    for a, b in ((theirs[:, 0], found[:, 0]), (theirs[:, 1], found[:, 1]), (theirs.prod(1), found.prod(1))):
+        assert distance(a, b) < 0.04  # in 0.999 of all cases
 
 
 def test_the_smallest_share_is_a_fifth_unless_said_otherwise():
-    found = probe.augment(ramps(1000), (12, 12), seeded(), flip=False) / 4
-    share = (found[:, 0, 7, 5] - found[:, 0, 4, 5]) * (found[:, 1, 5, 7] - found[:, 1, 5, 4]) * 16 / 3600
-    assert 0.19 < share.min() < 0.22
+    h, w = heights_and_widths(probe.augment(ramps(1000), (12, 12), seeded(), flip=False))
+    assert 0.19 < (h * w).min() / 2400 < 0.22
 
 
 def test_augmentation_is_decided_by_its_generator():
@@ -652,7 +680,7 @@ def test_without_crop_and_flip_images_are_only_resized_and_without_flip_none_is_
     assert (plain[:, 1, 5, 7] > plain[:, 1, 5, 4]).all()
 
 
-@pytest.mark.parametrize("source, size", [((40, 60), (20, 20)), ((60, 40), (28, 28)), ((32, 32), (16, 16)), ((20, 30), (32, 32)), ((30, 50), (15, 20)), ((48, 30), (20, 25))])
+@pytest.mark.parametrize("source, size", [((40, 60), (20, 20)), ((60, 40), (28, 28)), ((32, 32), (16, 16)), ((20, 30), (32, 32)), ((30, 20), (20, 20)), ((20, 30), (20, 20)), ((30, 50), (15, 20)), ((48, 30), (20, 25))])
 def test_fit_is_pillows(source, size):
     """In the interior: at the border of the centre crop Pillow still sees the pixels beyond it."""
     images = smooth(3, 3, *source)
@@ -723,6 +751,23 @@ def test_features_do_not_depend_on_the_batch_size():
         parts = probe.features(model, model.layer_tokens, images, batch_size=batch_size)
         for name in whole:
             assert torch.allclose(parts[name], whole[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", [[2, 5, 6], [6, 0, 3, 0], [4]])
+def test_features_of_an_index_are_those_of_its_images_in_its_order(index):
+    model, images = Layers(), noise(7, 1, 2, 6)
+    whole = probe.features(model, model.layer_tokens, images)
+    found = probe.features(model, model.layer_tokens, images, batch_size=2, index=torch.tensor(index))
+    for name in ("mean", "cls"):
+        assert torch.allclose(found[name], whole[name][index], rtol=0, atol=1e-6)
+
+
+def test_features_of_one_pool_are_only_those():
+    model, images = Layers(), noise(7, 1, 2, 6)
+    whole = probe.features(model, model.layer_tokens, images)
+    for name in ("mean", "cls"):
+        found = probe.features(model, model.layer_tokens, images, pools=(name,))
+        assert found.keys() == {name} and torch.equal(found[name], whole[name])
 
 
 def test_features_come_in_float32_without_a_graph():

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rank
 
-by_hypothesis = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31 - 1)
 
 
@@ -30,20 +29,17 @@ def close(a: float, b: float, tolerance: float = 1e-12) -> bool:
     return abs(a - b) <= tolerance
 
 
-@by_hypothesis
 @given(spectra)
 def test_entropy_is_equation_6(values):
     p = np.array(values) / np.sum(values)
     assert close(rank.spectral_entropy(values), -(p * np.log(p)).sum())
 
 
-@by_hypothesis
 @given(spectra, st.integers(1, 10))
 def test_zeros_contribute_nothing_to_the_entropy(values, zeros):
     assert close(rank.spectral_entropy(values + [0.0] * zeros), rank.spectral_entropy(values))
 
 
-@by_hypothesis
 @given(spectra, st.sampled_from([1e-200, 1e-3, 7.0, 1e200]))
 def test_entropy_does_not_change_with_the_scale(values, scale):
     assert close(rank.spectral_entropy([scale * value for value in values]), rank.spectral_entropy(values))
@@ -53,13 +49,13 @@ def test_entropy_of_values_whose_sum_overflows():
     assert close(rank.spectral_entropy([1.7e308] * 8), math.log(8))
 
 
-@by_hypothesis
 @given(spectra, st.randoms(use_true_random=False))
 def test_entropy_does_not_depend_on_the_order_or_the_shape(values, random):
     shuffled = values.copy()
     random.shuffle(shuffled)
     assert close(rank.spectral_entropy(shuffled), rank.spectral_entropy(values))
     assert close(rank.spectral_entropy(torch.tensor([shuffled], dtype=torch.float64)), rank.spectral_entropy(values))
+    assert rank.spectral_entropy(torch.tensor(values[0])) == rank.spectral_entropy(torch.zeros(2, 0)) == 0
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 768])
@@ -67,7 +63,6 @@ def test_entropy_of_m_equal_values_is_log_m(m):
     assert close(rank.spectral_entropy([0.3] * m), math.log(m))
 
 
-@by_hypothesis
 @given(spectra)
 def test_entropy_of_m_values_lies_between_0_and_log_m(values):
     assert -1e-12 <= rank.spectral_entropy(values) <= math.log(len(values)) + 1e-12
@@ -97,7 +92,6 @@ def effective_rank_of_samples_by_samples(features: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-@by_hypothesis
 @given(st.integers(1, 30), st.integers(2, 30), seeds)
 def test_effective_rank_is_that_of_the_matrix_between_samples(n, d, seed):
     features = normal(n, d, seed=seed) * normal(d, seed=seed + 1).exp() + normal(n, 1, seed=seed + 2)
@@ -113,7 +107,6 @@ def test_effective_rank_of_orthogonal_samples_is_the_entropy_of_their_squared_le
     assert close(rank.effective_rank(features), -(p * np.log(p)).sum(), 1e-12)
 
 
-@by_hypothesis
 @given(st.integers(2, 20), st.integers(2, 20), seeds)
 def test_effective_rank_does_not_depend_on_the_order_of_samples(n, d, seed):
     features = normal(n, d, seed=seed)
@@ -127,7 +120,6 @@ def test_effective_rank_does_not_change_with_one_common_scale(scale):
     assert close(rank.effective_rank(scale * features), rank.effective_rank(features), 1e-10)
 
 
-@by_hypothesis
 @given(st.integers(2, 20), st.integers(2, 20), seeds)
 def test_effective_rank_does_not_change_when_a_row_is_shifted(n, d, seed):
     features = normal(n, d, seed=seed)
@@ -135,7 +127,6 @@ def test_effective_rank_does_not_change_when_a_row_is_shifted(n, d, seed):
     assert close(rank.effective_rank(shifted), rank.effective_rank(features), 1e-10)
 
 
-@by_hypothesis
 @given(st.integers(2, 20), st.integers(2, 12), seeds)
 def test_effective_rank_does_not_change_with_a_rotation_that_fixes_the_mean(n, d, seed):
     features = normal(n, d, seed=seed)
@@ -157,7 +148,6 @@ def test_effective_rank_centres_samples_and_not_channels():
     assert abs(rank.effective_rank(features) - effective_rank_of_samples_by_samples(columns_centred.numpy())) > 0.01
 
 
-@by_hypothesis
 @given(st.integers(1, 20), st.integers(1, 800), seeds)
 def test_effective_rank_of_constant_rows_is_exactly_0(n, d, seed):
     rows = normal(n, 1, seed=seed).expand(n, d)
@@ -235,7 +225,6 @@ def test_ten_thousand_samples_take_a_second_and_no_matrix_between_them():
 # ---- Cumulative decay -----------------------------------------------------------------------------------------------
 
 
-@by_hypothesis
 @given(st.lists(st.floats(0, 2), max_size=40))
 def test_alpha_eff_is_the_product(alphas):
     assert rank.alpha_eff(alphas) == pytest.approx(np.prod(alphas), rel=1e-12, abs=1e-300)
@@ -247,7 +236,6 @@ def test_alpha_eff_of_the_papers_best_model():
     assert f"{rank.alpha_eff(torch.linspace(1, 0.6, 12).double()):.3e}" == "5.908e-02"
 
 
-@by_hypothesis
 @given(st.integers(1, 60), st.floats(1e-6, 1, exclude_min=True), st.sampled_from([1, 2, 3]))
 def test_alpha_min_for_is_the_inverse_of_alpha_eff(depth, target, shortcuts_per_block):
     if depth * shortcuts_per_block < 2:
@@ -264,7 +252,8 @@ def test_alpha_min_for_goes_by_two_shortcuts_a_block_and_the_best_model():
 
 
 def test_two_shortcuts_are_1_and_alpha_min():
-    assert rank.alpha_min_for(depth=1, target=0.25) == pytest.approx(0.25, abs=1e-12)
+    for target in (0.25, 1e-6, 1e-9):
+        assert rank.alpha_min_for(depth=1, target=target) == pytest.approx(target, rel=1e-6)
 
 
 def test_no_decay_is_alpha_min_1():
@@ -299,22 +288,24 @@ def related(n: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor
     return x, share * x + normal(n, seed=seed + 1)
 
 
-@by_hypothesis
 @given(lengths, shares, seeds)
 def test_pearson_is_numpys(n, share, seed):
     x, y = related(n, share, seed)
     assert close(rank.pearson(x, y), np.corrcoef(x, y)[0, 1])
     assert close(rank.pearson(x.tolist(), y[:, None]), np.corrcoef(x, y)[0, 1])  # a list, a column
+    assert close(rank.pearson(x.view(1, -1), y.view(1, -1)), np.corrcoef(x, y)[0, 1])
 
 
-@by_hypothesis
+def test_pearson_of_a_series_with_zeros():
+    assert close(rank.pearson([0.0, 1.0, 0.0, 3.0], [2.0, 0.0, 1.0, 0.0]), np.corrcoef([0, 1, 0, 3], [2, 0, 1, 0])[0, 1])
+
+
 @given(lengths, shares, seeds)
 def test_pearson_is_symmetric(n, share, seed):
     x, y = related(n, share, seed)
     assert close(rank.pearson(x, y), rank.pearson(y, x), 1e-15)
 
 
-@by_hypothesis
 @given(lengths, shares, seeds, st.floats(0.01, 100), st.floats(-10, 10))
 def test_pearson_does_not_change_with_scale_and_shift(n, share, seed, scale, shift):
     x, y = related(n, share, seed)
@@ -331,7 +322,6 @@ def test_pearson_of_huge_and_tiny_values(scale):
     assert close(rank.pearson(y, scale * x), rank.pearson(x, y))
 
 
-@by_hypothesis
 @given(st.integers(2, 40), st.floats(0.1, 10), st.floats(-10, 10), seeds)
 def test_pearson_of_a_line_is_1_and_never_more(n, slope, shift, seed):
     x = normal(n, seed=seed)
@@ -346,7 +336,7 @@ def test_pearson_of_a_line_is_1_and_never_more(n, slope, shift, seed):
         ([1.0, 2.0], [1.0, 2.0, 3.0], "2 and 3 values"),
         ([1.0], [2.0], "1 and 1 values"),
         ([], [], "0 and 0 values"),
-        ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], "constant"),
+        ([5.0, 5.0, 5.0], [1.0, 2.0, 3.0], "constant"),
         ([1.0, 2.0, 3.0], [0.1, 0.1, 0.1], "constant"),
         ([1.0, math.nan, 3.0], [1.0, 2.0, 3.0], "not finite"),
         ([1.0, 2.0, 3.0], [1.0, math.inf, 3.0], "not finite"),
