@@ -615,6 +615,8 @@ def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
     spectrum.set(title="effective rank, last layer (Eq. 6)", xlabel="epoch")
     by_layer.set(title="test accuracy by layer (%)", xlabel="layer")
     accuracy.legend(fontsize=7)
+    for axis in (loss, accuracy, spectrum, by_layer):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     save_figure(config, figure, "curves.png")
 
 
