@@ -78,6 +78,8 @@ def load_images(
     Files of a folder become RGB; the other sets keep their channels. `limit` keeps so many training images, evenly over
     the classes; `skip_bad` leaves unreadable files out. Raises BadInput for whatever of this can't be had.
     """
+    if limit is not None and limit < 2:
+        raise BadInput(f"limit {limit} leaves too few images of {data}: probing needs two or more")
     if data == "digits":
         images = _limited(_digits(size), limit)
     elif data in NAMED_SETS:
@@ -228,8 +230,11 @@ def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bo
 
     The cache's name is a hash of every file's path, size and time of change: a changed folder is decoded again.
     """
-    stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    key = hashlib.sha256(json.dumps([stats, size]).encode()).hexdigest()[:20]
+    stamps = []
+    for path in files:
+        stat = path.stat() if path.exists() else None  # a link to nothing is an unreadable image
+        stamps.append((str(path.absolute()), stat and stat.st_size, stat and stat.st_mtime_ns))
+    key = hashlib.sha256(json.dumps([stamps, size]).encode()).hexdigest()[:20]
     images_file, bad_file = cache / f"{key}.npy", cache / f"{key}.bad.json"
     if not images_file.exists():
         try:

@@ -143,7 +143,7 @@ def test_out_names_the_run_folder_and_overwrite_discards_what_it_holds(clean, ca
         ("--probe-limit 0", "probe_limit 0"),
         ("--seed -1", "seed -1"),
         ("--limit 0", "limit 0"),
-        ("--limit 1", "digits 1 two"),
+        ("--limit 1", "limit 1 digits two"),
         ("--model vit-x", "model vit-x vit-b"),
         ("--recipe x", "recipe x cifar"),
         ("--pool max", "max pool"),

@@ -311,6 +311,15 @@ def test_a_changed_folder_is_decoded_again(tmp_path):
     assert grey_values(data.train)[4:8] == [41, 42, 43, 44] and data.train_labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
+def test_a_folder_of_the_same_name_elsewhere_is_another(tmp_path, monkeypatch):
+    for place, value in (("here", 10), ("there", 50)):
+        for name in ("train/a/0.png", "train/a/1.png", "val/a/0.png"):
+            path = save(tmp_path / place / "set" / name, flat(value))
+            os.utime(path, ns=(10**18, 10**18))
+        monkeypatch.chdir(tmp_path / place)
+        assert grey_values(load("set", tmp_path).train) == [value, value]
+
+
 def test_only_the_images_within_the_limit_are_decoded(tmp_path, monkeypatch):
     folder = small_folder(tmp_path / "set")
     read, seen = probe._read, []
@@ -398,6 +407,13 @@ def test_a_test_class_that_train_lacks_is_refused_by_name(tmp_path):
 def test_fewer_than_two_train_images_are_refused(tmp_path, limit):
     for data in ("digits", str(small_folder(tmp_path / "set"))):
         assert data in refusal(data, tmp_path / "root", (4, 6), limit=limit)
+
+
+def test_one_train_image_is_refused(tmp_path):
+    for place in ("train", "val"):
+        save(tmp_path / "set" / place / "a" / "0.png", flat(1))
+    message = refusal(str(tmp_path / "set"), tmp_path / "root", (4, 6))
+    assert str(tmp_path / "set") in message and "two or more" in message
 
 
 def test_a_cache_that_cannot_be_written_is_refused_by_name(tmp_path):
@@ -507,12 +523,13 @@ def test_svhn_has_its_channels_first_and_its_labels_by_another_name(tmp_path, mo
 
     class Svhn:
         def __init__(self, root, download, split):
-            self.data, self.labels = pixels[split], np.arange(6 if split == "train" else 4)
+            self.data, self.labels = pixels[split], np.arange(6 if split == "train" else 4, dtype=np.uint8)
 
     monkeypatch.setattr(torchvision.datasets, "SVHN", Svhn)
     data = probe.load_images("svhn", tmp_path, (32, 32))
     assert np.array_equal(data.train, pixels["train"]) and np.array_equal(data.test, pixels["test"])
     assert data.train_labels.tolist() == list(range(6)) and data.test_labels.tolist() == list(range(4))
+    assert data.train_labels.dtype == data.test_labels.dtype == torch.int64
     assert data.classes == ("0", "1", "2", "3", "4", "5")
 
 
@@ -695,6 +712,12 @@ def test_fit_is_pillows(source, size):
             assert difference.max() <= 1  # no crop, no border
 
 
+def test_fit_cuts_the_centre_out_where_nothing_is_resized():
+    images = noise(2, 3, 20, 25)
+    assert torch.equal(probe.fit(images, (20, 20)), images[..., 2:22])  # 2.5 pixels on either side, on whole pixels
+    assert torch.equal(probe.fit(images.mT, (20, 20)), images.mT[:, :, 2:22])
+
+
 def test_fit_treats_every_image_alike_however_many():
     images = noise(2003, 1, 6, 6)
     found = probe.fit(images, (4, 4))
@@ -862,10 +885,16 @@ def test_feature_sets_trained_together_are_as_alone_in_any_order():
 
 def test_the_linear_probe_does_not_depend_on_scale_and_shift_of_the_features():
     x, y, test, test_y = blobs(n=1000)
-    scale, shift = 10 ** torch.linspace(-3, 3, 6), torch.linspace(-2, 2, 6)
+    scale, shift = 10 ** torch.linspace(-5, 3, 6), torch.linspace(-2, 2, 6)
     (plain,) = probe.linear_probe(x, y, (test, test_y), epochs=40)
     (other,) = probe.linear_probe(scale * (x + shift), y, (scale * (test + shift), test_y), epochs=40)
     assert abs(plain.item() - other.item()) <= 0.3
+
+
+def test_classes_far_apart_are_told_apart_without_an_error():
+    x, y, test, test_y = blobs(spread=0.02)
+    found = probe.linear_probe(x, y, (test, test_y), (test, (test_y + 1) % 4), epochs=40)
+    assert [accuracy.item() for accuracy in found] == [100, 0]
 
 
 def test_constant_channels_change_nothing_and_give_no_nan():
@@ -1036,6 +1065,9 @@ def test_knn_holds_no_more_similarities_than_the_chunk(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "topk", lambda s, *args, **more: (held.append(s.numel()), topk(s, *args, **more))[1])
     probe.knn(x, y, test, test_y, chunk=1000)
     assert max(held) <= 1000 and sum(held) == 300 * 300
+    held.clear()
+    probe.knn(x, y, test, test_y, chunk=1)
+    assert max(held) == 300  # one test image at a time is the least
 
 
 def test_with_fewer_than_k_images_all_of_them_vote():
