@@ -69,8 +69,10 @@ RECIPES = {
         min_scale=0.2, flip=True, eval_every=100,
     ),
 }  # fmt: skip
-RECIPE_OF = {"digits": "digits", "mnist": "fashion-mnist", "kmnist": "fashion-mnist", "fashion-mnist": "fashion-mnist",
-             "cifar10": "cifar", "cifar100": "cifar", "svhn": "cifar", "stl10": "cifar"}  # fmt: skip
+RECIPES["mnist"] = RECIPES["fashion-mnist"] | {"flip": False}  # characters are not mirrored
+RECIPES["svhn"] = RECIPES["cifar"] | {"flip": False}
+RECIPE_OF = {name: name for name in ("digits", "mnist", "fashion-mnist", "svhn")}  # a named data set's recipe
+RECIPE_OF |= {"kmnist": "mnist", "cifar10": "cifar", "cifar100": "cifar", "stl10": "cifar"}
 MODELS = {  # encoder width, depth, heads; decoder width, depth, heads
     "micro": (64, 8, 4, 32, 3, 2),
     "vit-ti": (192, 12, 3, 256, 8, 8),
@@ -89,7 +91,7 @@ class Config:
 
     data: str = "digits"  # digits (built in), a torchvision name, or a folder with train/<class>/* and val/<class>/*
     root: str = "data"  # where named data sets and the cache of decoded images live
-    recipe: str | None = None  # digits, fashion-mnist, cifar or imagenet; None: the data set's
+    recipe: str | None = None  # digits, fashion-mnist, mnist, cifar, svhn or imagenet; None: the data set's
     alpha_min: float | Literal["auto"] = 0.6  # weight of the last shortcut (paper Eq. 5); auto: from the depth
     unet: bool = True  # skips from the encoder into the decoder (without them: paper Table 3a)
     mask_ratio: float = 0.75  # share of the patches that is hidden (He et al. 2022)
@@ -188,7 +190,7 @@ class Config:
 
     @property
     def kept(self) -> int:
-        return int(self.patches * (1 - self.mask_ratio))
+        return int(self.patches * (1 - self.mask_ratio) + 1e-9)  # 10 of 100 at 0.9, whatever 1 − 0.9 rounds to
 
     @property
     def folder(self) -> Path:

@@ -336,6 +336,19 @@ def test_every_recipe_takes_every_model(recipe, model):
     assert config.kept == config.patches // 4
 
 
+def test_characters_are_not_mirrored_by_default():
+    flips = {name: mae.Config(data=name).flip for name in mae.RECIPE_OF}
+    assert flips.keys() == {"digits", *probe.NAMED_SETS}
+    assert {name for name, flip in flips.items() if flip} == {"fashion-mnist", "cifar10", "cifar100", "stl10"}
+
+
+@given(st.integers(1, 9), st.integers(1, 20))
+def test_mask_ratio_keeps_what_decimal_arithmetic_says(tenths, side):
+    if side * side * (10 - tenths) >= 10 and side > 1:
+        config = mae.Config(image_size=(side,), patch_size=1, mask_ratio=tenths / 10)
+        assert config.kept == side * side * (10 - tenths) // 10
+
+
 def test_auto_chooses_alpha_min_by_depth():
     assert mae.Config(depth=12, alpha_min="auto").alpha_min == pytest.approx(0.600, abs=0.005)
     assert mae.Config(depth=24, alpha_min="auto").alpha_min > 0.7
