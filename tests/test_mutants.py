@@ -37,8 +37,10 @@ def call(name, request):
     file, test_name = name.split("::")
     test = getattr(importlib.import_module(file.removesuffix(".py")), test_name)
     for arguments in calls_of(test):
-        wanted = inspect.signature(test).parameters.keys() - arguments.keys()
-        fixtures = {} if hasattr(test, "hypothesis") else {name: request.getfixturevalue(name) for name in wanted}
+        wanted = set() if hasattr(test, "hypothesis") else inspect.signature(test).parameters.keys() - arguments.keys()
+        fixtures = {name: request.getfixturevalue(name) for name in wanted}
+        if "tmp_path" in wanted:  # a folder of its own for every argument set
+            fixtures["tmp_path"] = request.getfixturevalue("tmp_path_factory").mktemp("case")
         test(**arguments, **fixtures)
 
 

@@ -297,7 +297,8 @@ def test_pearson_is_numpys(n, share, seed):
 
 
 def test_pearson_of_a_series_with_zeros():
-    assert close(rank.pearson([0.0, 1.0, 0.0, 3.0], [2.0, 0.0, 1.0, 0.0]), np.corrcoef([0, 1, 0, 3], [2, 0, 1, 0])[0, 1])
+    x, y = [0.0, 1.0, 0.0, 3.0], [2.0, 0.0, 1.0, 0.0]
+    assert close(rank.pearson(x, y), np.corrcoef(x, y)[0, 1])
 
 
 @given(lengths, shares, seeds)
