@@ -190,13 +190,17 @@ def _named(name: str, root: Path, size: tuple[int, int]) -> Images:
 
 def _folder(data: str, root: Path, size: tuple[int, int], limit: int | None, skip_bad: bool) -> Images:
     folder = Path(data).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         known = ", ".join(["digits", *NAMED_SETS])
         raise BadInput(f"no data set and no folder is called {data!r}: use one of {known}, or a folder's path")
-    test_folder = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
-    if not (folder / "train").is_dir() or test_folder is None:
-        raise BadInput(f"{folder} must hold train/<class>/* and val/<class>/* or test/<class>/*")
-    train, test = _files_by_class(folder / "train"), _files_by_class(test_folder)
+    try:
+        splits = [folder / name for name in ("val", "test") if (folder / name).is_dir() and any((folder / name).iterdir())]
+        if not (folder / "train").is_dir() or not splits:
+            raise BadInput(f"{folder} must hold train/<class>/* and val/<class>/* or test/<class>/*")
+        test_folder = splits[0]
+        train, test = _files_by_class(folder / "train"), _files_by_class(test_folder)
+    except OSError as error:
+        raise BadInput(f"{folder} can't be read ({error.strerror}: {error.filename})") from error
     unknown = sorted(test.keys() - train.keys())
     if unknown:
         raise BadInput(f"{test_folder} has {len(unknown)} classes that train does not have, {unknown[0]!r} the first")
@@ -216,13 +220,18 @@ def _files_by_class(folder: Path) -> dict[str, list[Path]]:
     """Image files under every class folder, at any depth, sorted; classes without one are left out."""
     found = {}
     for class_folder in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        paths = [Path(place) / name for place, _, names in os.walk(class_folder) for name in names]
-        paths = sorted(p for p in paths if p.suffix.lower() in IMAGE_FILES and not p.name.startswith("."))
+        paths = [Path(place) / name for place, _, names in os.walk(class_folder, onerror=_raise) for name in names]
+        hidden = [any(part.startswith(".") for part in path.relative_to(folder).parts) for path in paths]
+        paths = sorted(p for p, h in zip(paths, hidden) if p.suffix.lower() in IMAGE_FILES and not h)
         if paths:
             found[class_folder.name] = paths
     if not found:
         raise BadInput(f"{folder} has no image in a class folder: it must hold <class>/*.jpg, png, webp or the like")
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bool) -> tuple[Tensor, Tensor]:
@@ -236,29 +245,48 @@ def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bo
         stamps.append((str(path.absolute()), stat and stat.st_size, stat and stat.st_mtime_ns))
     key = hashlib.sha256(json.dumps([stamps, size]).encode()).hexdigest()[:20]
     images_file, bad_file = cache / f"{key}.npy", cache / f"{key}.bad.json"
-    if not images_file.exists():
+    cached = _cached(images_file, bad_file, (len(files), 3, *size))
+    if cached is None:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             _decode(files, images_file, bad_file, size, skip_bad)
         except OSError as error:
             raise BadInput(f"can't write the cache of decoded images to {cache} ({error}): name a --root") from error
-    bad = json.loads(bad_file.read_text())
+        cached = _cached(images_file, bad_file, (len(files), 3, *size))
+    images, bad = cached
     if bad and not skip_bad:
-        raise BadInput(f"{files[bad[0]]} can't be read as an image: mend or delete it, or use --skip-bad-images")
+        raise _unreadable(files[bad[0]])
     if len(bad) == len(files):
         raise BadInput(f"none of the {len(files)} images, {files[0]} the first, can be read")
     readable = torch.ones(len(files), dtype=torch.bool)
     readable[bad] = False
-    images = torch.from_numpy(np.load(images_file, mmap_mode="c"))  # "c": in memory a write would stay a copy
     return images[: len(files) - len(bad)], readable.nonzero().flatten()
+
+
+def _cached(images_file: Path, bad_file: Path, shape: tuple[int, ...]) -> tuple[Tensor, list[int]] | None:
+    """The images and the indices of the bad files that a cache holds; None if it is not there whole."""
+    try:
+        images = np.load(images_file, mmap_mode="c")  # "c": a write would stay in memory
+        bad = json.loads(bad_file.read_text())
+        whole = images.shape == shape and images.dtype == np.uint8 and all(0 <= i < shape[0] for i in bad)
+    except (OSError, ValueError, TypeError, EOFError):
+        return None
+    return (torch.from_numpy(images), bad) if whole else None
+
+
+def _unreadable(path: Path) -> BadInput:
+    return BadInput(f"{str(path)!r} can't be read as an image: mend or delete it, or use --skip-bad-images")
 
 
 def _decode(files: list[Path], images_file: Path, bad_file: Path, size: tuple[int, int], skip_bad: bool) -> None:
     """Decode into a temporary file and rename it when whole, the list of bad files first."""
     partial = images_file.with_suffix(f".{os.getpid()}.tmp")
-    images = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=(len(files), 3, *size))
     bad = []
     try:
+        images = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=(len(files), 3, *size))
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash at some later write
+            with open(partial, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
         with ThreadPool(os.cpu_count()) as pool:
             decoded = pool.imap(lambda path: _read(path, size), files, chunksize=16)
             for i, image in enumerate(tqdm(decoded, "decoding", len(files), unit=" images", disable=None)):
@@ -267,13 +295,11 @@ def _decode(files: list[Path], images_file: Path, bad_file: Path, size: tuple[in
                 elif skip_bad:
                     bad.append(i)
                 else:
-                    raise BadInput(
-                        f"{files[i]} can't be read as an image: mend or delete it, or use --skip-bad-images"
-                    )
+                    raise _unreadable(files[i])
         if bad:
             tqdm.write(f"{len(bad)} of {len(files)} images can't be read and are left out, {files[bad[0]]} the first")
         images.flush()
-        bad_file.write_text(json.dumps(bad))
+        bad_file.write_text(json.dumps(bad))  # it counts only beside the images
         os.replace(partial, images_file)
     finally:
         partial.unlink(missing_ok=True)
@@ -283,11 +309,15 @@ def _read(path: Path, size: tuple[int, int]) -> np.ndarray | None:
     """One file as (3, h, w) uint8: short side resized (bicubic), centre kept; None if it can't be read."""
     from PIL import Image, ImageOps
 
+    if not path.is_file():  # a pipe would be waited for
+        return None
     try:
         with Image.open(path) as image:
             if image.mode.startswith(("I", "F")):  # 16 bits a pixel: Pillow would clip them to white
                 values = np.asarray(image, dtype=np.float64)
-                image = Image.fromarray((values / 257 if values.max() > 255 else values).clip(0, 255).astype(np.uint8))
+                deep = image.mode.startswith("I;16") or values.max() > 255
+                values = (values / 257 if deep else values).round().clip(0, 255)
+                image = Image.fromarray(values.astype(np.uint8))
             image = ImageOps.fit(image.convert("RGB"), (size[1], size[0]), Image.Resampling.BICUBIC)
             return np.asarray(image).transpose(2, 0, 1)
     except Exception:  # Pillow's plugins raise whatever they meet in a damaged file
@@ -377,7 +407,7 @@ def fit(images: Tensor, size: tuple[int, int]) -> Tensor:
     if (height, width) == tuple(size):
         return images
     scale = min(height / size[0], width / size[1])
-    h, w = min(height, round(size[0] * scale)), min(width, round(size[1] * scale))
+    h, w = (min(side, max(1, round(asked * scale))) for side, asked in ((height, size[0]), (width, size[1])))
     box = torch.tensor([[(height - h) // 2, (width - w) // 2, h, w]], device=images.device)
     chunks = [crop_and_resize(chunk, box.expand(len(chunk), 4), size) for chunk in images.split(1000)]
     return torch.cat([chunk.round().to(torch.uint8) for chunk in chunks])
@@ -436,40 +466,56 @@ def linear_probe(
     """Linear classifiers on frozen features (the paper's ImageNet-100 protocol), one for each of l feature sets.
 
     train (n, l, d) or (n, d), train_labels (n,); every test is a pair of the same form. All l classifiers train at once
-    as one batched product: cross-entropy, Adam, cosine from `lr` to 0, features standardised with train's mean and
-    deviation. Returns for every test the accuracies (l,) in percent.
+    as one batched product: Adam, cosine from `lr` to 0, features standardised with train's mean and deviation. Returns
+    for every test the accuracies (l,) in percent.
+
+    The loss is scikit-learn's logistic regression's, cross-entropy + ‖W‖²/2n. Deep features lie almost in a line (the
+    spectrum of decayed ones spans nine orders of magnitude), where plain gradient steps end far from its minimum. So
+    W = V Pᵀ, and V is trained: P whitens the features, the same model in coordinates that all matter alike.
     """
+
+    def standardised(features: Tensor) -> Tensor:
+        return ((features - mean) / deviation).transpose(0, 1).contiguous()  # (l, n, d)
+
+    def logits(x: Tensor) -> Tensor:
+        return torch.baddbmm(bias, weight, x.transpose(1, 2))  # (l, classes, b): several times faster than classes last
+
     train = train[:, None] if train.ndim == 2 else train
     n, sets, width = train.shape
     device = train.device
     classes = int(train_labels.max()) + 1
     deviation, mean = torch.std_mean(train, dim=0, correction=0)
     deviation = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)  # constant channels stay constant
-    x, y = (train - mean) / deviation, train_labels.to(device)
+    x, y = standardised(train), train_labels.to(device)
 
-    weight = torch.zeros(sets, width, classes, device=device, requires_grad=True)
-    bias = torch.zeros(sets, 1, classes, device=device, requires_grad=True)
-    optimizer = torch.optim.Adam([weight, bias], lr=lr, fused=device.type in ("cpu", "cuda"))
+    covariance = (x.mT @ x / n).cpu().double()  # (l, d, d)
+    ridge = 10 / n * torch.eye(width, dtype=torch.float64)  # what the penalty leaves of directions that hardly vary
+    unwhiten = torch.linalg.cholesky(covariance + ridge)
+    whiten = torch.linalg.inv(unwhiten).float().to(device)  # Pᵀ
+    free = torch.zeros(sets, classes, width, device=device, requires_grad=True)  # V
+    bias = torch.zeros(sets, classes, 1, device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([free, bias], lr=lr, fused=device.type in ("cpu", "cuda"))
     generator = torch.Generator().manual_seed(seed)
     batches = math.ceil(n / batch_size)
     for epoch in tqdm(range(epochs), "linear probe", unit=" epochs", leave=False, disable=None):
         order = torch.randperm(n, generator=generator).to(device)
         for i, index in enumerate(order.split(batch_size)):
             optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / batches) / epochs))
-            logits = torch.baddbmm(bias, x[index].transpose(0, 1), weight)  # (l, b, classes)
-            loss = F.cross_entropy(logits.flatten(0, 1), y[index].repeat(sets), reduction="sum") / len(index)
+            weight = free @ whiten
+            loss = F.cross_entropy(logits(x.index_select(1, index)), y[index].expand(sets, -1), reduction="sum")
+            loss = loss / len(index) + weight.square().sum() / (2 * n)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
     accuracies = []
     with torch.no_grad():
+        weight = free @ whiten
         for test, labels in tests:
             test = test[:, None] if test.ndim == 2 else test
             right = torch.zeros(sets, device=device)
             for part, truth in zip(test.split(4096), labels.to(device).split(4096)):
-                logits = torch.baddbmm(bias, ((part - mean) / deviation).transpose(0, 1), weight)
-                right += (logits.argmax(dim=2) == truth).sum(dim=1)
+                right += (logits(standardised(part)).argmax(dim=1) == truth).sum(dim=1)
             accuracies.append((100 * right / len(labels)).cpu())
     return accuracies
 
