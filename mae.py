@@ -97,7 +97,7 @@ class Config:
     mask_ratio: float = 0.75  # share of the patches that is hidden (He et al. 2022)
 
     model: str | None = None  # sizes by name: micro, vit-ti, vit-s, vit-b or vit-l; patch_size is apart
-    image_size: tuple[int, ...] | None = None  # pixels: one number, or height and width
+    image_size: tuple[int, ...] | int | None = None  # pixels: one number, or height and width
     patch_size: int | None = None  # pixels
     width: int | None = None  # of the encoder's tokens
     depth: int | None = None  # encoder blocks, two shortcuts each
@@ -139,8 +139,8 @@ class Config:
         for name, value in filled.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if len(self.image_size) == 1:
-            object.__setattr__(self, "image_size", self.image_size * 2)
+        size = (self.image_size,) if isinstance(self.image_size, int) else tuple(self.image_size)
+        object.__setattr__(self, "image_size", size * 2 if len(size) == 1 else size)
         self._check()
         if self.alpha_min == "auto":
             object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth), 4))
@@ -148,15 +148,14 @@ class Config:
     def _check(self) -> None:
         """Raises ValueError for a value that can't be meant."""
 
-        def positive(*names: str) -> None:
-            for name in names:
-                if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                    raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-
-        positive("patch_size", "width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads", "epochs",
-                 "batch_size", "lr", "clip_grad", "accumulate", "probe_limit", "limit")  # fmt: skip
+        sizes = ("patch_size", "width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads")
+        counts = ("epochs", "batch_size", "accumulate", "probe_limit", "limit", "lr", "clip_grad")
+        for name in (*sizes, *counts):
+            value, limit = getattr(self, name), 2**16 if name in sizes else 2**31
+            if value is not None and not 0 < value < limit:
+                raise ValueError(f"{name} must be positive and below {limit}, not {value}")
         size, patch = self.image_size, self.patch_size
-        if len(size) != 2 or min(size) < 1:
+        if len(size) != 2 or not 1 <= min(size) <= max(size) < 2**16:
             raise ValueError(f"image_size must be one or two positive numbers, not {' '.join(map(str, size)) or 'none'}")
         if size[0] % patch or size[1] % patch:
             raise ValueError(f"patch_size {patch} does not divide the image of {size[0]}x{size[1]} pixels")
@@ -181,8 +180,12 @@ class Config:
             raise ValueError(f"betas must lie in [0, 1), not {self.betas[0]} {self.betas[1]}")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must not be negative, not {self.eval_every}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, not {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2^63), not {self.seed}")
+        if self.probe_limit < 2:
+            raise ValueError(f"probe_limit must be 2 or more, not {self.probe_limit}")
+        if self.accumulate > self.batch_size:
+            raise ValueError(f"accumulate {self.accumulate} is more than the {self.batch_size} images of a batch")
 
     @property
     def patches(self) -> int:
@@ -194,8 +197,8 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        data = self.data if self.data in RECIPE_OF else Path(self.data).resolve().name
-        return Path(self.out or f"runs/mae-{data}-a{self.alpha_min:g}-s{self.seed}")
+        data = self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
+        return Path(self.out or f"runs/mae-{data}-a{self.alpha_min:g}-s{self.seed}").expanduser()
 
 
 # ---- Equations ------------------------------------------------------------------------------------------------------
@@ -416,6 +419,7 @@ class MaskedAutoencoder(nn.Module):
 # ---- Train ----------------------------------------------------------------------------------------------------------
 
 
+DIVERGED = "try a lower --lr, more --warmup-epochs or a higher --alpha-min, with another --out or --overwrite"
 SAVE_SECONDS = 600  # a checkpoint after every epoch, and within epochs that take longer than this
 
 
@@ -443,11 +447,12 @@ def train(config: Config) -> dict:
     BadInput where the data, the device or the run folder can't be used, FloatingPointError where the loss is not finite.
     """
     device = choose_device(config.device)
-    saved = open_run(config)
-    if saved and (config.folder / "result.json").exists():
+    saved, result = open_run(config)
+    if result:
         print(f"{config.folder} is finished: its result is shown; --overwrite trains again")
-        return json.loads((config.folder / "result.json").read_text())
-    data = probe.load_images(config.data, config.root, config.image_size, config.limit, config.skip_bad_images)
+        return result
+    root = Path(config.root).expanduser()
+    data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
     n, channels = data.train.shape[:2]
     if config.patch_size**2 * channels == 1:
         raise BadInput("patch_size 1 leaves one value in a grey patch, which can't be normalised: use 2 or more")
@@ -456,7 +461,7 @@ def train(config: Config) -> dict:
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == flat] for flat in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
-    state = {"step": 0, "loss": math.nan, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "baselines": {}}
+    state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
     start_run(config, saved, model, optimizer, state)
 
     alphas = shortcut_weights(config.depth, config.alpha_min)
@@ -513,8 +518,7 @@ def train(config: Config) -> dict:
         bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
         if not math.isfinite(mean_loss):
             raise FloatingPointError(
-                f"the loss is not finite at step {step} (lr {lr:.1e}): try a lower --lr, more --warmup-epochs or a higher "
-                f"--alpha-min; {config.folder} keeps the last good checkpoint"
+                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps the last good checkpoint"
             )
         if not last_of_epoch and seconds < SAVE_SECONDS:
             continue
@@ -534,12 +538,14 @@ def train(config: Config) -> dict:
     bar.close()
 
     records = read_log(config, steps)
+    if not records or records[-1]["step"] < steps or "per_layer" not in records[-1]:  # metrics.jsonl was lost
+        records.append({"epoch": config.epochs, "step": steps, "loss": state["loss"]} | evaluate(model, data, config))
     draw_curves(config, records, state["baselines"])
     draw_reconstructions(config, model, data.test)
     result = {
         "script": "mae", "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
         "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
-        "seconds": state["seconds"], "images_per_second": state["images"] / state["seconds"],
+        "seconds": state["seconds"], "images_per_second": state["images"] / max(state["seconds"], 1e-9),
         "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
         **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
     }  # fmt: skip
@@ -562,6 +568,8 @@ def evaluate(model: MaskedAutoencoder, data: probe.Images, config: Config) -> di
     extract = partial(probe.features, model, model.layer_tokens, device=model.mean.device)
     train = extract(data.train, index=chosen, pools=[config.pool])[config.pool]  # (n, l, d)
     test = extract(data.test, pools={config.pool, "cls"})
+    if not all(torch.isfinite(x).all() for x in (train, *test.values())):
+        raise FloatingPointError(f"the features are not finite: {DIVERGED}")
     layers = probe.evaluate_layers(
         train, data.train_labels[chosen], test[config.pool], data.test_labels, config.seed
     )
@@ -602,7 +610,7 @@ def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
     layers = probed[-1]["per_layer"]
     figure = Figure(figsize=(13, 3.2), layout="constrained")
     loss, accuracy, spectrum, by_layer = figure.subplots(1, 4)
-    loss.plot([r["epoch"] for r in records], [r["loss"] for r in records])
+    loss.plot([r["epoch"] for r in records], [r["loss"] for r in records], marker=".")
     for name in ("linear", "knn_weighted", "knn_majority"):
         accuracy.plot([r["epoch"] for r in probed], [r[name] for r in probed], marker=".", label=name)
         by_layer.plot([layer["layer"] for layer in layers], [layer[name] for layer in layers], marker=".", label=name)
@@ -642,14 +650,20 @@ def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tenso
     save_figure(config, figure, "reconstruction.png")
 
 
-def table(result: dict) -> str:
-    """One row a layer, the best by held-out accuracy marked."""
+def report(result: dict, config: Config) -> None:
+    """Print a row a layer, the best by held-out accuracy marked, one greppable line, and what it all amounts to."""
     names = ("linear", "held_out", "knn_weighted", "knn_majority", "effective_rank", "exp_effective_rank", "norm")
-    rows = ["layer " + "".join(f"{name:>20}" for name in names)]
+    print("layer " + "".join(f"{name:>20}" for name in names))
     for layer in result["per_layer"]:
         mark = "*" if layer["layer"] == result["best_layer"] else " "
-        rows.append(f"{layer['layer']:>4}{mark} " + "".join(f"{layer[name]:>20.4g}" for name in names))
-    return "\n".join([*rows, "* best layer, chosen by held_out: a tenth of train that its probe did not see"])
+        print(f"{layer['layer']:>4}{mark} " + "".join(f"{layer[name]:>20.4g}" for name in names))
+    print("* best layer, chosen by held_out: a tenth of train that its probe did not see")
+    print(as_line("result", {k: v for k, v in result.items() if isinstance(v, (int, float))}))
+    best = result["per_layer"][result["best_layer"] - 1]
+    scores = {**result["baselines"], "trained, last layer": result, f"trained, layer {best['layer']} (best)": best}
+    for name, score in scores.items():
+        print(f"{name:>24}: linear {score['linear']:.1f} %, k-NN {score['knn_weighted']:.1f} %")
+    print(f"pictures, metrics.jsonl, checkpoint.pt and result.json are in {config.folder}", flush=True)
 
 
 # ---- Plumbing -------------------------------------------------------------------------------------------------------
@@ -661,6 +675,8 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise BadInput(f"device {name!r} can't be used here: use auto, cpu, cuda, cuda:1 or mps") from error
@@ -705,38 +721,55 @@ def as_line(title: str, values: dict) -> str:
     return title + "".join(f" {name}={value:.5g}" for name, value in numbers)
 
 
+ANEW = "name another --out, or --overwrite to start anew"
+
+
 def settings(config: Config) -> dict:
     """The config as JSON holds it, less the fields that don't decide the numbers."""
     elsewhere = ("root", "device", "out", "overwrite", "compile")
-    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in elsewhere}))
+    held = {name: value for name, value in dataclasses.asdict(config).items() if name not in elsewhere}
+    if config.data not in RECIPE_OF:  # the same folder, however it is spelled
+        held["data"] = str(Path(config.data).expanduser().resolve())
+    return json.loads(json.dumps(held))
 
 
-def open_run(config: Config) -> dict | None:
-    """The checkpoint that the run folder holds, None to start anew. Raises BadInput if the folder can't be this run's."""
+def open_run(config: Config) -> tuple[dict | None, dict | None]:
+    """The checkpoint and the result that the run folder holds, each None where there is none.
+
+    Raises BadInput if the folder can't be written, or holds anything else than this very run.
+    """
     folder, file = config.folder, config.folder / "checkpoint.pt"
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
-    names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
-    if names and "config.json" not in names:
-        raise BadInput(f"{folder} is not empty and not a run's folder: name another with --out")
-    if config.overwrite or not file.exists():
-        return None
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        before, now = saved["config"], settings(config)
-        saved["model"], saved["optimizer"], saved["state"]["step"]
-    except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
-        raise BadInput(
-            f"{file} is damaged or not a checkpoint of mae.py: name another --out, or --overwrite to start anew"
-        ) from error
-    for name in now:
-        if before.get(name) != now[name]:
+        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise BadInput(f"can't use the run folder {str(folder)[:200]}: {error.strerror}") from error
+    if names:
+        before, now = read_json(folder / "config.json"), settings(config)
+        if not isinstance(before, dict) or "alpha_min" not in before:
+            raise BadInput(f"{folder} is not empty and not a run's folder: name another with --out")
+        differing = [name for name in now if before.get(name) != now[name]]
+        if differing and not config.overwrite:
+            name = differing[0]
             raise BadInput(
                 f"{folder} holds a run with {name} {before.get(name)}, not {now[name]}: name another --out, or --overwrite "
                 "to discard it"
             )
-    return saved
+        result = read_json(folder / "result.json")
+        if not config.overwrite and isinstance(result, dict) and result.get("per_layer"):
+            return None, result
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
+    if config.overwrite or not file.exists():
+        return None, None
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        differing = saved["config"] != settings(config)
+    except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
+        raise BadInput(f"{file} is damaged or not a checkpoint of mae.py: {ANEW}") from error
+    if differing:
+        raise BadInput(f"{file} is of a run with other settings: {ANEW}")
+    return saved, None
 
 
 def start_run(config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
@@ -746,9 +779,18 @@ def start_run(config: Config, saved: dict | None, model: nn.Module, optimizer: t
         try:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise BadInput(f"{folder}/checkpoint.pt does not fit the model: --overwrite starts anew") from error
-        state |= saved["state"]
+            found = {name: type(value)(saved["state"][name]) for name, value in state.items()}
+            whole = found["step"] >= 0 and all(len(scores) == 2 for scores in found["baselines"].values())
+        except Exception as error:  # whatever a file with the right names and the wrong things in it leads to
+            raise BadInput(f"{folder}/checkpoint.pt does not fit the model: {ANEW}") from error
+        if not whole:
+            raise BadInput(f"{folder}/checkpoint.pt is damaged: {ANEW}")
+        if found["train_images"] != state["train_images"]:
+            raise BadInput(
+                f"{folder} holds a run on {found['train_images']} training images, and {config.data} now has "
+                f"{state['train_images']}: {ANEW}"
+            )
+        state |= found
         print(f"going on at step {state['step']}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -773,8 +815,12 @@ def save_checkpoint(config: Config, model: nn.Module, optimizer: torch.optim.Opt
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """The file is written whole or not at all."""
     partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def save_figure(config: Config, figure: object, name: str) -> None:
@@ -792,11 +838,16 @@ def log(config: Config, record: dict) -> None:
 
 def read_log(config: Config, step: int) -> list[dict]:
     """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
-    records, file = [], config.folder / "metrics.jsonl"
-    for text in file.read_text().splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):  # a line that was cut off
-            records += [record for record in [json.loads(text)] if record["step"] <= step]
-    return records
+    file = config.folder / "metrics.jsonl"
+    records = map(read_json, file.read_text(errors="replace").splitlines() if file.exists() else [])
+    whole = {"epoch", "step", "loss"}
+    return [r for r in records if isinstance(r, dict) and whole <= r.keys() and r["step"] <= step]
+
+
+def read_json(source: Path | str) -> object:
+    """A file's or a line's JSON; None if it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(source.read_text() if isinstance(source, Path) else source)
 
 
 def parse(arguments: list[str] | None = None) -> Config:
@@ -819,27 +870,26 @@ def parse(arguments: list[str] | None = None) -> Config:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 2 for bad input, 1 for a loss that is not finite, 130 for Ctrl-C."""
+    """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
         config = parse(arguments)
-        result = train(config)
+        report(train(config), config)
+        return 0
     except BadInput as error:
         print(f"mae.py: {error}", file=sys.stderr)
         return 2
     except FloatingPointError as error:
         print(f"mae.py: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # nobody reads on: python mae.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, most often
+        print(f"mae.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("\nmae.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("mae.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
-    print(table(result))
-    print(as_line("result", {k: v for k, v in result.items() if isinstance(v, (int, float))}))
-    best = result["per_layer"][result["best_layer"] - 1]
-    scores = {**result["baselines"], "trained, last layer": result, f"trained, layer {best['layer']} (best)": best}
-    for name, score in scores.items():
-        print(f"{name:>24}: linear {score['linear']:.1f} %, k-NN {score['knn_weighted']:.1f} %")
-    print(f"pictures, metrics.jsonl, checkpoint.pt and result.json are in {config.folder}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -153,6 +153,14 @@ def test_out_names_the_run_folder_and_overwrite_discards_what_it_holds(clean, ca
         ("--data ./nowhere", "./nowhere folder"),
         ("--patch-size 1 --image-size 4", "patch_size 1"),
         ("--out /dev/null/run", "/dev/null/run /dev/null"),
+        (f"--out {'x' * 300}", "xxx too long"),
+        ("--probe-limit 1", "probe_limit 1"),
+        ("--accumulate 51", "accumulate 51 50"),
+        ("--width 10000000000", "width 10000000000 65536"),
+        ("--epochs 99999999999", "epochs 99999999999"),
+        (f"--seed {10**30}", "seed 2^63"),
+        ("--device meta", "device meta cuda"),
+        ("--device hpu", "device hpu cuda"),
     ],
 )
 def test_a_mistake_gets_one_line_and_writes_nothing(arguments, words, clean, capsys):
@@ -213,6 +221,97 @@ def test_a_foreign_folder_is_not_written_to(clean, capsys):
     assert "thesis" in complaint(capsys, *flags(out="thesis"))
     assert "thesis" in complaint(capsys, *flags(out="thesis"), "--overwrite")
     assert [path.name for path in (clean / "thesis").iterdir()] == ["chapter.txt"]
+
+
+def test_a_foreign_folder_with_a_config_is_not_a_run(clean, capsys):
+    (clean / "model").mkdir()
+    (clean / "model/config.json").write_text('{"hidden_size": 768}')
+    for more in ([], ["--overwrite"]):
+        assert "not a run's folder" in complaint(capsys, *flags(out="model"), *more)
+    assert (clean / "model/config.json").read_text() == '{"hidden_size": 768}'
+
+
+def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_settings(clean, capsys):
+    assert mae.main(flags(out="run")) == 0
+    (clean / "run/checkpoint.pt").unlink()
+    before = (clean / "run/result.json").read_bytes()
+    assert mae.main(flags(out="run")) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert "lr" in complaint(capsys, *flags(out="run", lr=0.5))
+    assert (clean / "run/result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"linear": 3', b"\xff\xfe", None])
+def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(content, clean):
+    assert mae.main(flags(out="run")) == 0
+    result = json.loads((clean / "run/result.json").read_text())
+    for name in ("result.json", "metrics.jsonl"):
+        (clean / "run" / name).unlink()
+        if content is not None:
+            (clean / "run" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert mae.main(flags(out="run")) == 0
+    again = json.loads((clean / "run/result.json").read_text())
+    assert again["per_layer"] == result["per_layer"] and again["loss"] == result["loss"]
+
+
+def test_a_folder_that_changed_under_a_run_is_not_gone_on_with(clean, capsys, monkeypatch):
+    folder_of_images(clean / "pets")
+    arguments = flags(data="./pets", image_size=16, out="run")
+    with monkeypatch.context() as patched:
+        patched.setattr(mae, "evaluate", lambda *_: 1 / 0)  # stopped in the last epoch
+        with pytest.raises(ZeroDivisionError):
+            mae.main(arguments)
+    Image.new("RGB", (20, 20)).save(clean / "pets/train/cat/new.png")
+    assert "8 training images, and ./pets now has 9" in complaint(capsys, *arguments)
+    assert mae.main([*arguments, "--overwrite"]) == 0
+
+
+def test_a_folder_spelled_otherwise_is_the_same_run(clean, capsys):
+    folder_of_images(clean / "pets")
+    assert mae.main(flags(data="./pets", image_size=16)) == 0
+    assert mae.main(flags(data=str(clean / "pets") + "/", image_size=16)) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(clean, capsys, monkeypatch):
+    from pathlib import Path
+
+    write, calls = Path.write_bytes, []
+
+    def full(path, content):
+        calls.append(path.name)
+        if len(calls) > 4:  # config, log, first checkpoint, that of the first epoch
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    capsys.readouterr()
+    assert mae.main(flags(out="run")) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and "No space left" in error[0]
+    assert not list((clean / "run").glob("*.tmp"))
+    assert torch.load(clean / "run/checkpoint.pt", weights_only=True)["state"]["step"] == 4
+
+
+def test_features_that_are_not_finite_are_one_line(clean, capsys, monkeypatch):
+    """The last step can spoil the weights after its loss was looked at."""
+    layer_tokens = mae.MaskedAutoencoder.layer_tokens
+    assert mae.main(flags(out="run")) == 0
+    (clean / "run/result.json").unlink()
+    (clean / "run/metrics.jsonl").unlink()
+    monkeypatch.setattr(
+        mae.MaskedAutoencoder, "layer_tokens", lambda self, images: (x / 0 for x in layer_tokens(self, images))
+    )
+    capsys.readouterr()
+    assert mae.main(flags(out="run")) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and "features are not finite" in error[0] and "--lr" in error[0]
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(clean):
+    command = f"{sys.executable} {ROOT / 'mae.py'} {' '.join(flags())} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 class Hostile:

@@ -1177,3 +1177,29 @@ def test_the_best_layer_is_chosen_by_held_out_accuracy_and_counted_from_1():
     assert best([10, 30, 30], [0, 0, 90]) == 2  # the earlier of equals
     assert best([50, 30, 20], [0, 0, 90]) == 1
     assert best([7], [0]) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+@pytest.mark.parametrize("kind", ["*.npy", "*.bad.json"])
+def test_a_damaged_cache_is_decoded_again(tmp_path, kind, damage):
+    folder = small_folder(tmp_path / "set")
+    before = load(folder, tmp_path).train.clone()
+    for file in list((tmp_path / "root" / "cache").glob(kind)):
+        file.unlink()
+        if damage is not None:
+            file.write_bytes(damage)
+    assert torch.equal(load(folder, tmp_path).train, before)
+
+
+def test_a_pipe_named_like_an_image_is_not_waited_for(tmp_path):
+    folder = small_folder(tmp_path / "set")
+    os.mkfifo(folder / "train" / "b" / "9.png")
+    assert "9.png" in refusal(str(folder), tmp_path / "root", (4, 6))
+
+
+def test_an_empty_val_folder_does_not_hide_test(tmp_path):
+    folder = small_folder(tmp_path / "set")
+    if (folder / "val").exists():
+        (folder / "val").rename(folder / "test")
+    (folder / "val").mkdir()
+    assert len(load(folder, tmp_path).test) > 0
