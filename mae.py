@@ -156,7 +156,9 @@ class Config:
                 raise ValueError(f"{name} must be positive and below {limit}, not {value}")
         size, patch = self.image_size, self.patch_size
         if len(size) != 2 or not 1 <= min(size) <= max(size) < 2**16:
-            raise ValueError(f"image_size must be one or two positive numbers, not {' '.join(map(str, size)) or 'none'}")
+            raise ValueError(
+                f"image_size must be one or two positive numbers, not {' '.join(map(str, size)) or 'none'}"
+            )
         if size[0] % patch or size[1] % patch:
             raise ValueError(f"patch_size {patch} does not divide the image of {size[0]}x{size[1]} pixels")
         for width, heads in (("width", "heads"), ("decoder_width", "decoder_heads")):
@@ -428,7 +430,8 @@ def learning_rate(config: Config, epoch: float, batch: int) -> float:
     peak = config.lr * batch / 256
     if epoch < config.warmup_epochs:
         return peak * epoch / config.warmup_epochs
-    return peak * 0.5 * (1 + math.cos(math.pi * (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)))
+    progress = (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def build(config: Config, images: Tensor, device: torch.device) -> MaskedAutoencoder:
@@ -467,7 +470,8 @@ def train(config: Config) -> dict:
     alphas = shortcut_weights(config.depth, config.alpha_min)
     batch = min(config.batch_size, n)
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
-    print(f"{config.data}: {n} train and {len(data.test)} test images of {channels}x{'x'.join(map(str, config.image_size))}")
+    size = "x".join(map(str, (channels, *config.image_size)))
+    print(f"{config.data}: {n} train and {len(data.test)} test images of {size}")
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.kept} of {config.patches} patches "
         f"visible, {len(alphas)} shortcuts from 1 to {alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}"
@@ -570,9 +574,7 @@ def evaluate(model: MaskedAutoencoder, data: probe.Images, config: Config) -> di
     test = extract(data.test, pools={config.pool, "cls"})
     if not all(torch.isfinite(x).all() for x in (train, *test.values())):
         raise FloatingPointError(f"the features are not finite: {DIVERGED}")
-    layers = probe.evaluate_layers(
-        train, data.train_labels[chosen], test[config.pool], data.test_labels, config.seed
-    )
+    layers = probe.evaluate_layers(train, data.train_labels[chosen], test[config.pool], data.test_labels, config.seed)
     for i, layer in enumerate(layers):
         entropy = rank.effective_rank(test["cls"][:, i])
         layer |= {"layer": i + 1, "effective_rank": entropy, "exp_effective_rank": math.exp(entropy)}
@@ -772,7 +774,9 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
     return saved, None
 
 
-def start_run(config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+def start_run(
+    config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict
+) -> None:
     """Make the run folder, or fill model, optimizer and state from the saved checkpoint."""
     folder = config.folder
     if saved:
@@ -860,8 +864,9 @@ def parse(arguments: list[str] | None = None) -> Config:
         if not stop.code:
             raise
         _, *rows = (row.strip(" │") for row in complaint.getvalue().splitlines())  # a title, then what is wrong
-        between_rules = [list(group) for rule, group in itertools.groupby(rows, lambda row: not row.strip("╰─╯-")) if not rule]
-        text = " ".join(" ".join(between_rules[0]).split())
+        between_rules = itertools.groupby(rows, lambda row: not row.strip("╰─╯-"))
+        wrong = next(list(group) for rule, group in between_rules if not rule)
+        text = " ".join(" ".join(wrong).split())
         text = text.removeprefix("Error parsing Config: ").split(" Got errors:")[0]
         raise BadInput(f"{text} (--help lists every flag)") from None
 

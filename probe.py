@@ -194,7 +194,9 @@ def _folder(data: str, root: Path, size: tuple[int, int], limit: int | None, ski
         known = ", ".join(["digits", *NAMED_SETS])
         raise BadInput(f"no data set and no folder is called {data!r}: use one of {known}, or a folder's path")
     try:
-        splits = [folder / name for name in ("val", "test") if (folder / name).is_dir() and any((folder / name).iterdir())]
+        splits = [
+            folder / name for name in ("val", "test") if (folder / name).is_dir() and any((folder / name).iterdir())
+        ]
         if not (folder / "train").is_dir() or not splits:
             raise BadInput(f"{folder} must hold train/<class>/* and val/<class>/* or test/<class>/*")
         test_folder = splits[0]

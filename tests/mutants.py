@@ -73,6 +73,8 @@ MUTANTS = [
     ("probe.py", "x, y = standardised(train),", "x, y = train.transpose(0, 1),", "test_probe.py::test_the_linear_probe_does_not_depend_on_scale_and_shift_of_the_features"),
     ("probe.py", "(features - mean) / deviation", "(features - features.mean(dim=0)) / deviation", "test_probe.py::test_a_test_image_is_judged_by_itself"),
     ("probe.py", "y[index].expand(sets, -1), reduction", "y[index.flip(0)].expand(sets, -1), reduction", "test_probe.py::test_feature_sets_trained_together_are_as_alone_in_any_order"),
+    ("probe.py", "torch.linalg.inv(unwhiten).float()", "torch.eye(width).expand(sets, -1, -1)", "test_probe.py::test_the_linear_probe_is_logistic_regression_on_features_that_lie_almost_in_a_line"),
+    ("probe.py", " + weight.square().sum() / (2 * n)", "", "test_probe.py::test_the_linear_probe_is_logistic_regression_on_features_that_lie_almost_in_a_line"),
     ("probe.py", "F.normalize(train[:, layer], dim=1), F.normalize(test[:, layer], dim=1)", "train[:, layer], test[:, layer]", "test_probe.py::test_knn_does_not_depend_on_the_chunk_the_order_or_the_lengths_of_features"),
     ("probe.py", "temperature: float = 0.07", "temperature: float = 0.072", "test_probe.py::test_a_neighbours_vote_is_exp_of_its_similarity_over_the_temperature"),
     ("probe.py", "k: int = 20,", "k: int = 21,", "test_probe.py::test_knn_takes_20_neighbours_at_a_temperature_of_7_hundredths"),

@@ -176,7 +176,11 @@ def test_a_mistake_ends_the_process_with_exit_code_2(clean):
 
 
 def test_no_network_for_a_named_set_says_how_to_get_it(clean):
-    closed = {f"{name}{suffix}": "http://127.0.0.1:9" for name in ("http", "https", "HTTP", "HTTPS") for suffix in ("_proxy", "_PROXY")}
+    closed = {
+        f"{name}{suffix}": "http://127.0.0.1:9"
+        for name in ("http", "https", "HTTP", "HTTPS")
+        for suffix in ("_proxy", "_PROXY")
+    }
     code, _, error = run("--data", "cifar10", **closed)
     assert code == 2 and len(error.strip().splitlines()) == 1
     assert "cifar10" in error and "data" in error and "digits" in error

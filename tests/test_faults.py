@@ -70,7 +70,9 @@ def test_ctrl_c_says_in_one_line_that_the_run_goes_on(clean):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert process.stderr.read().strip().splitlines() == ["mae.py: stopped; the same command goes on from the last checkpoint"]
+    assert process.stderr.read().strip().splitlines() == [
+        "mae.py: stopped; the same command goes on from the last checkpoint"
+    ]
 
 
 def test_half_a_line_of_metrics_and_a_leftover_file_do_no_harm(clean):

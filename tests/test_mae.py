@@ -253,9 +253,7 @@ def test_decoder_has_the_bottleneck_by_skips_alone_and_every_parameter_gets_grad
         for skip in model.skips:
             skip.join[-1].weight.zero_()
     kept, _, restore = mae.random_mask(noise_for(model), model.kept)
-    one, other = (
-        model.decode(list(model.encode(model.patches(pictures(seed=s)), kept)), restore) for s in (1, 2)
-    )
+    one, other = (model.decode(list(model.encode(model.patches(pictures(seed=s)), kept)), restore) for s in (1, 2))
     assert torch.equal(one, other)
 
 
@@ -460,7 +458,9 @@ def test_probing_leaves_the_model_untouched(clean):
     model = mae.build(config, data.train, torch.device("cpu"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.train()
-    scores = mae.evaluate(model, dataclasses.replace(data, test=data.test[:50], test_labels=data.test_labels[:50]), config)
+    scores = mae.evaluate(
+        model, dataclasses.replace(data, test=data.test[:50], test_labels=data.test_labels[:50]), config
+    )
     assert model.training and scores["best_layer"] in (1, 2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

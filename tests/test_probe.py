@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from sklearn.datasets import load_digits, make_classification
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
-from torch import nn
+from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resized_crop
@@ -1203,3 +1203,23 @@ def test_an_empty_val_folder_does_not_hide_test(tmp_path):
         (folder / "val").rename(folder / "test")
     (folder / "val").mkdir()
     assert len(load(folder, tmp_path).test) > 0
+
+
+def narrow_features(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features (n, 32) whose deviations along random axes fall from 1 to 1e-4, and labels that all axes tell of."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % 4
+    centres = torch.randn(4, 32, generator=torch.Generator().manual_seed(99))
+    points = 0.5 * centres[labels] + torch.randn(n, 32, generator=generator)
+    axes = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(98))).Q
+    return points * torch.logspace(0, -4, 32) @ axes, labels
+
+
+def test_the_linear_probe_is_logistic_regression_on_features_that_lie_almost_in_a_line():
+    """As those of decayed encoders do: plain gradient steps of the same number end far from the optimum."""
+    train, labels = narrow_features(1200)
+    test, truth = narrow_features(4000, seed=1)
+    (ours,) = probe.linear_probe(train, labels, (test, truth), batch_size=300)
+    mean, deviation = train.mean(0), train.std(0, correction=0)
+    model = LogisticRegression(max_iter=20_000, tol=1e-6).fit((train - mean) / deviation, labels)
+    assert ours.item() == pytest.approx(100 * model.score((test - mean) / deviation, truth), abs=1.0)
