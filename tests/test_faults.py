@@ -16,9 +16,11 @@ LONG = dict(epochs=10, batch_size=20, eval_every=4)  # 10 steps an epoch
 
 
 def start(*arguments):
+    """The script in a process of its own, which heeds Ctrl-C even where these tests run in a shell's background."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "mae.py"), *arguments],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
@@ -69,7 +71,7 @@ def test_ctrl_c_says_in_one_line_that_the_run_goes_on(clean):
     while process.poll() is None and epochs_logged(clean / "run") < 1:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    assert process.wait(timeout=60) == 130
     assert process.stderr.read().strip().splitlines() == [
         "mae.py: stopped; the same command goes on from the last checkpoint"
     ]
