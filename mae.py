@@ -845,7 +845,9 @@ def read_log(config: Config, step: int) -> list[dict]:
     file = config.folder / "metrics.jsonl"
     records = map(read_json, file.read_text(errors="replace").splitlines() if file.exists() else [])
     whole = {"epoch", "step", "loss"}
-    return [r for r in records if isinstance(r, dict) and whole <= r.keys() and r["step"] <= step]
+    return [
+        r for r in records if isinstance(r, dict) and whole <= r.keys() and type(r["step"]) is int and r["step"] <= step
+    ]
 
 
 def read_json(source: Path | str) -> object:

@@ -245,7 +245,9 @@ def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_setti
     assert (clean / "run/result.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"linear": 3', b"\xff\xfe", None])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "null", '{"epoch": 1, "step": "a", "loss": 1}', '{"linear": 3', b"\xff\xfe", None]
+)
 def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(content, clean):
     assert mae.main(flags(out="run")) == 0
     result = json.loads((clean / "run/result.json").read_text())
