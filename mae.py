@@ -547,7 +547,7 @@ def train(config: Config) -> dict:
     draw_curves(config, records, state["baselines"])
     draw_reconstructions(config, model, data.test)
     result = {
-        "script": "mae", "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
+        "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
         "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
         "seconds": state["seconds"], "images_per_second": state["images"] / max(state["seconds"], 1e-9),
         "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
@@ -629,7 +629,7 @@ def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
     accuracy.legend(fontsize=7)
     for axis in (loss, accuracy, spectrum, by_layer):
         axis.xaxis.get_major_locator().set_params(integer=True)
-    save_figure(config, figure, "curves.png")
+    save_figure(config.folder / "curves.png", figure)
 
 
 def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tensor) -> None:
@@ -649,7 +649,7 @@ def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tenso
             axis.imshow(rearrange(picture.numpy(), "c h w -> h w c"), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(name)
-    save_figure(config, figure, "reconstruction.png")
+    save_figure(config.folder / "reconstruction.png", figure)
 
 
 def report(result: dict, config: Config) -> None:
@@ -669,6 +669,11 @@ def report(result: dict, config: Config) -> None:
 
 
 # ---- Plumbing -------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = "mae"
+FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png")  # and config.json
+ANEW = "name another --out, or --overwrite to start anew"
 
 
 def choose_device(name: str) -> torch.device:
@@ -723,13 +728,11 @@ def as_line(title: str, values: dict) -> str:
     return title + "".join(f" {name}={value:.5g}" for name, value in numbers)
 
 
-ANEW = "name another --out, or --overwrite to start anew"
-
-
 def settings(config: Config) -> dict:
-    """The config as JSON holds it, less the fields that don't decide the numbers."""
+    """The script and its config as JSON holds them, less the fields that don't decide the numbers."""
     elsewhere = ("root", "device", "out", "overwrite", "compile")
-    held = {name: value for name, value in dataclasses.asdict(config).items() if name not in elsewhere}
+    fields = dataclasses.asdict(config).items()
+    held = {"script": SCRIPT} | {name: value for name, value in fields if name not in elsewhere}
     if config.data not in RECIPE_OF:  # the same folder, however it is spelled
         held["data"] = str(Path(config.data).expanduser().resolve())
     return json.loads(json.dumps(held))
@@ -758,7 +761,7 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
                 "to discard it"
             )
         result = read_json(folder / "result.json")
-        if not config.overwrite and isinstance(result, dict) and result.get("per_layer"):
+        if not config.overwrite and isinstance(result, dict) and result.get("script") == SCRIPT:
             return None, result
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
@@ -768,7 +771,7 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         differing = saved["config"] != settings(config)
     except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
-        raise BadInput(f"{file} is damaged or not a checkpoint of mae.py: {ANEW}") from error
+        raise BadInput(f"{file} is damaged or not a checkpoint of {SCRIPT}.py: {ANEW}") from error
     if differing:
         raise BadInput(f"{file} is of a run with other settings: {ANEW}")
     return saved, None
@@ -799,7 +802,7 @@ def start_run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if config.overwrite:
-            for name in ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png"):
+            for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
         lines = [json.dumps(record) + "\n" for record in read_log(config, state["step"])]
@@ -827,11 +830,11 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         raise
 
 
-def save_figure(config: Config, figure: object, name: str) -> None:
-    """A matplotlib figure as PNG in the run folder."""
+def save_figure(path: Path, figure: object) -> None:
+    """A matplotlib figure as PNG."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
-    write_whole(config.folder / name, file.getbuffer())
+    write_whole(path, file.getbuffer())
 
 
 def log(config: Config, record: dict) -> None:
@@ -883,19 +886,19 @@ def main(arguments: list[str] | None = None) -> int:
         report(train(config), config)
         return 0
     except BadInput as error:
-        print(f"mae.py: {error}", file=sys.stderr)
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         return 2
     except FloatingPointError as error:
-        print(f"mae.py: {error}", file=sys.stderr)
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # nobody reads on: python mae.py | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a full disk, most often
-        print(f"mae.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
+        print(f"{SCRIPT}.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("mae.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"{SCRIPT}.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
 
 

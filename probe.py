@@ -330,20 +330,38 @@ def _read(path: Path, size: tuple[int, int]) -> np.ndarray | None:
 
 
 def augment(
-    images: Tensor, size: tuple[int, int], generator: torch.Generator, min_scale: float = 0.2, flip: bool = True
+    images: Tensor,
+    size: tuple[int, int],
+    generator: torch.Generator,
+    min_scale: float = 0.2,
+    flip: bool = True,
+    padding: int = 0,
 ) -> Tensor:
-    """Random resized crop and horizontal flip, each image its own: (b, c, H, W) uint8 to (b, c, h, w) float32, 0 … 255.
+    """Random shift, resized crop and horizontal flip, each image its own: (b, c, H, W) uint8 to (b, c, h, w) float32.
 
-    `min_scale` is the smallest share of the image's area that a crop keeps; 1 means no crop. Everything runs on the
-    images' device, where `generator` must be too.
+    `min_scale` is the smallest share of the image's area that a crop keeps; 1 means no crop. `padding` is the longest
+    shift in pixels. Values stay in 0 … 255. Everything runs on the images' device, where `generator` must be too.
     """
     b, _, height, width = images.shape
+    if padding:
+        images = random_shift(images, generator, padding)
     flips = torch.rand(b, generator=generator, device=images.device) < (0.5 if flip else 0.0)
     if min_scale < 1:
         boxes = random_boxes(b, height, width, generator, scale=(min_scale, 1.0))
     else:
         boxes = torch.tensor([[0, 0, height, width]], device=images.device).expand(b, 4)
     return crop_and_resize(images, boxes, size, flips)
+
+
+def random_shift(images: Tensor, generator: torch.Generator, padding: int) -> Tensor:
+    """Each image (b, c, h, w) padded with `padding` zeros on every side and cropped to its old size at a random place."""
+    b, _, h, w = images.shape
+    padded = F.pad(images, (padding,) * 4)
+    top, left = torch.randint(2 * padding + 1, (2, b, 1, 1), generator=generator, device=images.device)
+    rows = top + torch.arange(h, device=images.device)[:, None]  # (b, h, 1)
+    columns = left + torch.arange(w, device=images.device)  # (b, 1, w)
+    i = torch.arange(b, device=images.device)[:, None, None]
+    return padded[i, :, rows, columns].permute(0, 3, 1, 2)
 
 
 def random_boxes(
