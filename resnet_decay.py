@@ -6,8 +6,8 @@ A basic block adds its input to its output. Here the added input is weakened wit
     α_l     falls in equal steps from 1 to α_min                  (Eq. 5)   shortcut_weights
     ρ       = −Σ_i σ̄_i log σ̄_i                                    (Eq. 6)   rank.effective_rank of the pooled test features
 
-P_l is the identity, or the projection that begins a stage; both are decayed. The ReLU and the projections' BatchNorm,
-which measures the scale of its input anew, keep this from being Eq. 4 to the letter: decay accumulates within a stage.
+P_l is the identity, or the projection that begins a stage; both are decayed. (This is not Eq. 4 to the letter: a ReLU
+follows every sum, and a projection's BatchNorm brings the stream back to unit scale at the start of its stage.)
 
 There is no mask and no decoder: does decay alone lower the rank of what a network learns, and the more so the deeper it
 is (the paper's appendix B.3, Figure 9)? One command trains every pair of α_min and depth and draws the answer:
@@ -193,10 +193,9 @@ class Study(Config):
             return runs
         return [dataclasses.replace(run, out=f"{self.out}/{run.name}") for run in runs]
 
-    @property
-    def figure(self) -> Path:
-        """Where Figure 9 goes, less its ending."""
-        return Path(self.out or "runs").expanduser() / f"resnet_decay-{self.data_name}-figure9"
+    def figure(self, ending: str) -> Path:
+        """Where Figure 9 goes (.png) and its tables (.json)."""
+        return Path(self.out or "runs").expanduser() / f"resnet_decay-{self.data_name}-figure9{ending}"
 
 
 # ---- Equations ------------------------------------------------------------------------------------------------------
@@ -472,7 +471,7 @@ def train_all(study: Study) -> tuple[list[dict], int]:
         if len(runs) > 1:
             tables = figure_9(results)
             draw_figure_9(study, tables)
-            write_whole(study.figure.with_suffix(".json"), json.dumps(tables, indent=1).encode())
+            write_whole(study.figure(".json"), json.dumps(tables, indent=1).encode())
     return results, diverged
 
 
@@ -512,17 +511,16 @@ def draw_figure_9(study: Study, tables: dict[str, list[dict]]) -> None:
     for panel, table, x in zip(panels, tables.values(), ("blocks", "epoch")):
         for i, alpha_min in enumerate(alphas):
             rows = sorted((row for row in table if row["alpha_min"] == alpha_min), key=lambda row: row[x])
-            panel.errorbar(
-                [row[x] for row in rows], [row["effective_rank"] for row in rows],
-                yerr=[row["effective_rank_std"] or 0 for row in rows], marker=".", capsize=2,
-                color=colormaps["viridis"](0.85 * i / max(1, len(alphas) - 1)), label=f"α_min = {alpha_min:g}",
-            )  # fmt: skip
+            ranks, spreads = ([row[name] for row in rows] for name in ("effective_rank", "effective_rank_std"))
+            style = {"color": colormaps["viridis"](0.85 * i / max(1, len(alphas) - 1)), "marker": ".", "capsize": 2}
+            spreads = None if None in spreads else spreads
+            panel.errorbar([row[x] for row in rows], ranks, spreads, label=f"α_min = {alpha_min:g}", **style)
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set(xlabel=x, ylabel="effective rank (Eq. 6)")
     panels[0].set_title(f"(a) {study.data_name}, after the last epoch")
     panels[1].set_title(f"(b) {tables['b'][0]['blocks']} blocks, by epoch")
     panels[0].legend()
-    save_figure(study.figure.with_suffix(".png"), figure)
+    save_figure(study.figure(".png"), figure)
 
 
 def draw_curves(config: Config, records: list[dict]) -> None:
@@ -550,7 +548,7 @@ def report(study: Study, results: list[dict]) -> None:
     tables = figure_9(results)
     epochs = sorted({row["epoch"] for row in tables["b"]})
     shown = set(epochs[:: -max(1, math.ceil(len(epochs) / 10))])
-    several = len(results) > 1
+    several = len(study.runs) > 1
     titles = {
         "a": "after the last epoch, on the test images (mean ± standard deviation where there are several seeds)",
         "b": f"{tables['b'][0]['blocks']} blocks, by epoch",
@@ -564,7 +562,7 @@ def report(study: Study, results: list[dict]) -> None:
             scores = "".join(f"{score(row, name, digits):>22}" for name, digits in columns.items())
             print(f"{row['alpha_min']:>9g}{row[x]:>8}{row['seeds']:>7}{scores}")
     if several:
-        print(f"\nfigure and tables: {study.figure.with_suffix('.png')}, {study.figure.with_suffix('.json')}")
+        print(f"\nfigure and tables: {study.figure('.png')}, {study.figure('.json')}")
     place = study.runs[0].folder.parent if several else study.runs[0].folder
     print(f"curves.png, metrics.jsonl, checkpoint.pt and result.json of each network are in {place}", flush=True)
 

@@ -12,6 +12,10 @@ from conftest import ROOT, flags
 from PIL import Image
 
 import mae
+import probe
+import resnet_decay
+
+SCRIPTS = [mae, resnet_decay]  # the same promises, kept by copies of the same plumbing
 
 
 def run(*arguments, script="mae.py", **environment):
@@ -31,7 +35,7 @@ def complaint(capsys, *arguments, script=mae):
     error = capsys.readouterr().err
     assert code == 2, error
     assert len(error.strip().splitlines()) == 1, error
-    assert error.startswith("mae.py: ") and "Traceback" not in error and len(error) < 400
+    assert error.startswith(f"{script.__name__}.py: ") and "Traceback" not in error and len(error) < 400
     return error
 
 
@@ -67,30 +71,54 @@ def test_a_run_prints_greppable_lines_and_no_bar_into_a_pipe(clean):
     assert code == 0 and error == "" and "is finished" in again and line in again
 
 
-def test_help_explains_every_flag():
-    code, out, _ = run("--help")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_explains_every_flag(script):
+    code, out, _ = run("--help", script=f"{script.__name__}.py")
     assert code == 0
-    for field in mae.Config.__dataclass_fields__:
+    for field in script.Config.__dataclass_fields__:
         assert f"--{field.replace('_', '-')}" in out
     assert "Traceback" not in out
 
 
-def test_the_script_runs_from_another_folder_on_a_folder_of_images(clean, capsys):
+def test_a_study_prints_greppable_lines_and_no_bar_into_a_pipe(clean):
+    arguments = flags(resnet_decay, eval_every=1, alpha_min=(1.0, 0.5), limit=100)
+    code, out, error = run(*arguments, script="resnet_decay.py")
+    assert code == 0, error
+    assert error == ""  # no bar, no warning
+    which = r"alpha_min=\S+ blocks=8 seed=0"
+    assert (
+        len(re.findall(rf"^train {which} epoch=\d step=\d loss=\d\.\d+ lr=\S+ images_per_second=\S+$", out, re.M)) == 4
+    )
+    assert len(re.findall(rf"^eval {which} accuracy=\S+ effective_rank=\S+ exp_effective_rank=\S+$", out, re.M)) == 4
+    assert (
+        len(re.findall(rf"^result {which} .*accuracy=\S+ effective_rank=\S+ exp_effective_rank=\S+$", out, re.M)) == 2
+    )
+    assert re.search(r"cumulative decay 8\.204e-02", out)  # 1 · 0.9286 · 0.8571 · … · 0.5
+    assert [path.name for path in clean.iterdir()] == ["runs"]
+    tables = out[out.index("Figure 9 a") :]
+
+    code, again, error = run(*arguments, script="resnet_decay.py")
+    assert code == 0 and error == "" and again.count("is finished") == 2 and again.endswith(tables)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_runs_from_another_folder_on_a_folder_of_images(script, clean, capsys):
     folder_of_images(clean / "pets", count=6)
-    assert mae.main(flags(data="./pets", image_size=(16, 24), batch_size=99, limit=9)) == 0
+    assert script.main(flags(script, data="./pets", image_size=(16, 24), batch_size=99, limit=9, out="run")) == 0
     out = capsys.readouterr().out
     assert "9 train and 12 test images of 3x16x24" in out
     assert "9 training images are fewer than batch_size 99: all of them are in every batch" in out
-    result = json.loads((clean / "runs/mae-pets-a0.6-s0/result.json").read_text())
+    result = json.loads((clean / "run/result.json").read_text())
     assert result["steps"] == 2
 
 
-def test_out_names_the_run_folder_and_overwrite_discards_what_it_holds(clean, capsys):
-    assert mae.main(flags(out="here/run", epochs=1)) == 0
-    text = complaint(capsys, *flags(out="here/run", epochs=2))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_out_names_the_run_folder_and_overwrite_discards_what_it_holds(script, clean, capsys):
+    assert script.main(flags(script, out="here/run", epochs=1)) == 0
+    text = complaint(capsys, *flags(script, out="here/run", epochs=2), script=script)
     assert "epochs 1, not 2" in text and "--overwrite" in text
     assert json.loads((clean / "here/run/result.json").read_text())["epochs"] == 1
-    assert mae.main([*flags(out="here/run", epochs=2), "--overwrite"]) == 0
+    assert script.main([*flags(script, out="here/run", epochs=2), "--overwrite"]) == 0
     assert json.loads((clean / "here/run/result.json").read_text())["epochs"] == 2
     assert len((clean / "here/run/metrics.jsonl").read_text().splitlines()) == 2
 
@@ -169,10 +197,61 @@ def test_a_mistake_gets_one_line_and_writes_nothing(arguments, words, clean, cap
     assert list(clean.iterdir()) == []
 
 
-def test_a_mistake_ends_the_process_with_exit_code_2(clean):
-    code, out, error = run(*flags(alpha_min=2))
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--blocks 7", "blocks 8 to 16 7"),
+        ("--blocks 8 17", "blocks 8 to 16 17"),
+        ("--blocks", "blocks one value or more"),
+        ("--blocks 8.5", "--blocks 8.5"),
+        ("--alpha-min", "alpha_min one value or more"),
+        ("--alpha-min 1.0 1.5", "alpha_min 1.5 [0, 1]"),
+        ("--alpha-min 1.0 x", "--alpha-min x"),
+        ("--alpha-min 1.0 -0.2 0.4", "alpha_min -0.2"),
+        ("--alpha-min nan", "alpha_min nan"),
+        ("--alpha-min 0.7 0.70", "different values a0.7"),
+        ("--seed", "seed one value or more"),
+        ("--seed 0 -1", "seed -1"),
+        ("--seed 3 3", "different values s3"),
+        ("--width 0", "width 0"),
+        ("--width -4", "width -4"),
+        ("--width 10000000", "width 10000000 8192"),
+        ("--image-size", "image_size none"),
+        ("--image-size 0", "image_size 0"),
+        ("--epochs 0", "epochs 0"),
+        ("--batch-size 1", "batch_size 1 2 or more"),
+        ("--limit 5 --batch-size 2", "batch_size 2 5 images 3 or more"),
+        ("--lr 0", "lr 0"),
+        ("--lr nan", "lr nan"),
+        ("--momentum 1", "momentum 1"),
+        ("--weight-decay -1", "weight_decay -1"),
+        ("--padding -1", "padding -1"),
+        ("--padding 17", "padding 16 17"),
+        ("--min-scale 0", "min_scale 0"),
+        ("--eval-every -1", "eval_every -1"),
+        ("--limit 1", "limit 1 digits two"),
+        ("--recipe x", "recipe x cifar"),
+        ("--device tpu", "device tpu"),
+        ("--data nowhere", "nowhere digits folder"),
+        ("--alpha-min 1 0.4 --data nowhere", "nowhere digits folder"),
+        ("--out /dev/null/run", "/dev/null/run /dev/null"),
+        ("--alpha-min 1 0.4 --out /dev/null/runs", "/dev/null/runs /dev/null"),
+        ("--model vit-b", "--model"),
+    ],
+)
+def test_a_mistake_in_a_study_gets_one_line_and_writes_nothing(arguments, words, clean, capsys):
+    text = complaint(capsys, *flags(resnet_decay), *arguments.split(), script=resnet_decay)
+    assert all(word in text for word in words.split()), text
+    assert list(clean.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "script, said", [(mae, "alpha_min must lie in [0, 1], or be auto"), (resnet_decay, "alpha_min must lie in [0, 1]")]
+)
+def test_a_mistake_ends_the_process_with_exit_code_2(script, said, clean):
+    code, out, error = run(*flags(script, alpha_min=2), script=f"{script.__name__}.py")
     assert (code, out) == (2, "")
-    assert error == "mae.py: alpha_min must lie in [0, 1], or be auto, not 2.0 (--help lists every flag)\n"
+    assert error == f"{script.__name__}.py: {said}, not 2.0 (--help lists every flag)\n"
 
 
 def test_no_network_for_a_named_set_says_how_to_get_it(clean):
@@ -219,97 +298,105 @@ def test_an_unreadable_image_is_named_and_can_be_left_out(clean, capsys):
     assert "7 train and 8 test" in capsys.readouterr().out
 
 
-def test_a_foreign_folder_is_not_written_to(clean, capsys):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_foreign_folder_is_not_written_to(script, clean, capsys):
     (clean / "thesis").mkdir()
     (clean / "thesis/chapter.txt").write_text("mine")
-    assert "thesis" in complaint(capsys, *flags(out="thesis"))
-    assert "thesis" in complaint(capsys, *flags(out="thesis"), "--overwrite")
+    assert "thesis" in complaint(capsys, *flags(script, out="thesis"), script=script)
+    assert "thesis" in complaint(capsys, *flags(script, out="thesis"), "--overwrite", script=script)
     assert [path.name for path in (clean / "thesis").iterdir()] == ["chapter.txt"]
 
 
-def test_a_foreign_folder_with_a_config_is_not_a_run(clean, capsys):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_foreign_folder_with_a_config_is_not_a_run(script, clean, capsys):
     (clean / "model").mkdir()
     (clean / "model/config.json").write_text('{"hidden_size": 768}')
     for more in ([], ["--overwrite"]):
-        assert "not a run's folder" in complaint(capsys, *flags(out="model"), *more)
+        assert "not a run's folder" in complaint(capsys, *flags(script, out="model"), *more, script=script)
     assert (clean / "model/config.json").read_text() == '{"hidden_size": 768}'
 
 
-def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_settings(clean, capsys):
-    assert mae.main(flags(out="run")) == 0
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_settings(script, clean, capsys):
+    assert script.main(flags(script, out="run")) == 0
     (clean / "run/checkpoint.pt").unlink()
     before = (clean / "run/result.json").read_bytes()
-    assert mae.main(flags(out="run")) == 0
+    assert script.main(flags(script, out="run")) == 0
     assert "is finished" in capsys.readouterr().out
-    assert "lr" in complaint(capsys, *flags(out="run", lr=0.5))
+    assert "lr" in complaint(capsys, *flags(script, out="run", lr=0.5), script=script)
     assert (clean / "run/result.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", "null", '{"epoch": 1, "step": "a", "loss": 1}', '{"linear": 3', b"\xff\xfe", None]
 )
-def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(content, clean):
-    assert mae.main(flags(out="run")) == 0
+def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(script, content, clean):
+    assert script.main(flags(script, out="run")) == 0
     result = json.loads((clean / "run/result.json").read_text())
     for name in ("result.json", "metrics.jsonl"):
         (clean / "run" / name).unlink()
         if content is not None:
             (clean / "run" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert mae.main(flags(out="run")) == 0
+    assert script.main(flags(script, out="run")) == 0
     again = json.loads((clean / "run/result.json").read_text())
-    assert again["per_layer"] == result["per_layer"] and again["loss"] == result["loss"]
+    for name in ("loss", "effective_rank", {mae: "per_layer", resnet_decay: "accuracy"}[script]):
+        assert again[name] == result[name]
 
 
-def test_a_folder_that_changed_under_a_run_is_not_gone_on_with(clean, capsys, monkeypatch):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_that_changed_under_a_run_is_not_gone_on_with(script, clean, capsys, monkeypatch):
     folder_of_images(clean / "pets")
-    arguments = flags(data="./pets", image_size=16, out="run")
+    arguments = flags(script, data="./pets", image_size=16, out="run")
     with monkeypatch.context() as patched:
-        patched.setattr(mae, "evaluate", lambda *_: 1 / 0)  # stopped in the last epoch
+        patched.setattr(script, "evaluate", lambda *_: 1 / 0)  # stopped in the last epoch
         with pytest.raises(ZeroDivisionError):
-            mae.main(arguments)
+            script.main(arguments)
     Image.new("RGB", (20, 20)).save(clean / "pets/train/cat/new.png")
-    assert "8 training images, and ./pets now has 9" in complaint(capsys, *arguments)
-    assert mae.main([*arguments, "--overwrite"]) == 0
+    assert "8 training images, and ./pets now has 9" in complaint(capsys, *arguments, script=script)
+    assert script.main([*arguments, "--overwrite"]) == 0
 
 
-def test_a_folder_spelled_otherwise_is_the_same_run(clean, capsys):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_spelled_otherwise_is_the_same_run(script, clean, capsys):
     folder_of_images(clean / "pets")
-    assert mae.main(flags(data="./pets", image_size=16)) == 0
-    assert mae.main(flags(data=str(clean / "pets") + "/", image_size=16)) == 0
+    assert script.main(flags(script, data="./pets", image_size=16)) == 0
+    assert script.main(flags(script, data=str(clean / "pets") + "/", image_size=16)) == 0
     assert "is finished" in capsys.readouterr().out
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(clean, capsys, monkeypatch):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(script, clean, capsys, monkeypatch):
     from pathlib import Path
 
     write, calls = Path.write_bytes, []
 
     def full(path, content):
         calls.append(path.name)
-        if len(calls) > 4:  # config, log, first checkpoint, that of the first epoch
+        if calls.count("checkpoint.pt.tmp") > {mae: 2, resnet_decay: 1}[script]:  # mae.py saves before the first step
             raise OSError(28, "No space left on device", str(path))
         return write(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", full)
     capsys.readouterr()
-    assert mae.main(flags(out="run")) == 1
+    assert script.main(flags(script, out="run")) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and "No space left" in error[0]
     assert not list((clean / "run").glob("*.tmp"))
     assert torch.load(clean / "run/checkpoint.pt", weights_only=True)["state"]["step"] == 4
 
 
-def test_features_that_are_not_finite_are_one_line(clean, capsys, monkeypatch):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_features_that_are_not_finite_are_one_line(script, clean, capsys, monkeypatch):
     """The last step can spoil the weights after its loss was looked at."""
-    layer_tokens = mae.MaskedAutoencoder.layer_tokens
-    assert mae.main(flags(out="run")) == 0
+    features = probe.features
+    assert script.main(flags(script, out="run")) == 0
     (clean / "run/result.json").unlink()
     (clean / "run/metrics.jsonl").unlink()
-    monkeypatch.setattr(
-        mae.MaskedAutoencoder, "layer_tokens", lambda self, images: (x / 0 for x in layer_tokens(self, images))
-    )
+    infinite = lambda *arguments, **more: {name: x / 0 for name, x in features(*arguments, **more).items()}
+    monkeypatch.setattr(probe, "features", infinite)
     capsys.readouterr()
-    assert mae.main(flags(out="run")) == 1
+    assert script.main(flags(script, out="run")) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and "features are not finite" in error[0] and "--lr" in error[0]
 
@@ -331,9 +418,10 @@ def truncated(content):
     return content[: len(content) // 2]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "foreign", "hostile", "other shapes", "numbers"])
-def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(damage, clean, capsys):
-    assert mae.main(flags(out="run")) == 0
+def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(script, damage, clean, capsys):
+    assert script.main(flags(script, out="run")) == 0
     (clean / "run/result.json").unlink()
     file = clean / "run/checkpoint.pt"
     good = torch.load(file, weights_only=True)
@@ -346,17 +434,18 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(damage, clean, capsys
     elif damage == "hostile":
         torch.save({**good, "state": Hostile()}, file)
     elif damage == "other shapes":
-        torch.save({**good, "model": {name: value[..., :1] for name, value in good["model"].items()}}, file)
+        torch.save({**good, "model": {name: value.flatten()[:1] for name, value in good["model"].items()}}, file)
     elif damage == "numbers":
         torch.save([1, 2, 3], file)
     before = file.read_bytes()
-    text = complaint(capsys, *flags(out="run"))
+    text = complaint(capsys, *flags(script, out="run"), script=script)
     assert "checkpoint.pt" in text and "--overwrite" in text
     assert file.read_bytes() == before
     assert not (clean / "opened").exists()
-    assert mae.main([*flags(out="run"), "--overwrite"]) == 0
+    assert script.main([*flags(script, out="run"), "--overwrite"]) == 0
 
 
-def test_a_checkpoint_of_another_config_is_not_gone_on_with(clean, capsys):
-    assert mae.main(flags(out="run", alpha_min=0.5)) == 0
-    assert "alpha_min 0.5, not 0.6" in complaint(capsys, *flags(out="run"))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_checkpoint_of_another_config_is_not_gone_on_with(script, clean, capsys):
+    assert script.main(flags(script, out="run", alpha_min=0.5)) == 0
+    assert "alpha_min 0.5, not 0.6" in complaint(capsys, *flags(script, out="run"), script=script)

@@ -12,13 +12,17 @@ import pytest
 import torch
 from conftest import ROOT, flags
 
+import mae
+import resnet_decay
+
+SCRIPTS = [mae, resnet_decay]
 LONG = dict(epochs=10, batch_size=20, eval_every=4)  # 10 steps an epoch
 
 
-def start(*arguments):
+def start(script, **settings):
     """The script in a process of its own, which heeds Ctrl-C even where these tests run in a shell's background."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "mae.py"), *arguments],
+        [sys.executable, str(ROOT / f"{script.__name__}.py"), *flags(script, **settings)],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -40,21 +44,22 @@ def numbers(folder):
     return checkpoint["model"], result, records
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("seed", [0])
-def test_three_kills_change_nothing(seed, clean):
+def test_three_kills_change_nothing(script, seed, clean):
     """SIGKILL at a random moment after the first epoch, three times over: the same weights bit for bit."""
-    whole = start(*flags(**LONG, out="whole"))
+    whole = start(script, **LONG, out="whole")
     moments = random.Random(seed)
     for kill in range(3):
         before = epochs_logged(clean / "killed")
-        process = start(*flags(**LONG, out="killed"))
+        process = start(script, **LONG, out="killed")
         while process.poll() is None and epochs_logged(clean / "killed") <= before:
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.2))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it was finished before it could be killed"
         process.stderr.close()
-    last = start(*flags(**LONG, out="killed"))
+    last = start(script, **LONG, out="killed")
     assert last.wait() == 0, last.stderr.read()
     assert whole.wait() == 0, whole.stderr.read()
     (weights, result, records), (same_weights, same_result, same_records) = (
@@ -66,19 +71,21 @@ def test_three_kills_change_nothing(seed, clean):
     assert not list((clean / "killed").glob("*.tmp"))
 
 
-def test_ctrl_c_says_in_one_line_that_the_run_goes_on(clean):
-    process = start(*flags(**{**LONG, "epochs": 1000}, out="run"))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_says_in_one_line_that_the_run_goes_on(script, clean):
+    process = start(script, **{**LONG, "epochs": 1000}, out="run")
     while process.poll() is None and epochs_logged(clean / "run") < 1:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert process.stderr.read().strip().splitlines() == [
-        "mae.py: stopped; the same command goes on from the last checkpoint"
+        f"{script.__name__}.py: stopped; the same command goes on from the last checkpoint"
     ]
 
 
-def test_half_a_line_of_metrics_and_a_leftover_file_do_no_harm(clean):
-    process = start(*flags(**LONG, out="run"))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_half_a_line_of_metrics_and_a_leftover_file_do_no_harm(script, clean):
+    process = start(script, **LONG, out="run")
     while process.poll() is None and epochs_logged(clean / "run") < 2:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -86,6 +93,6 @@ def test_half_a_line_of_metrics_and_a_leftover_file_do_no_harm(clean):
     with open(clean / "run/metrics.jsonl", "a") as file:
         file.write('{"epoch": 9')
     (clean / "run/checkpoint.pt.tmp").write_text("half a file")
-    again = start(*flags(**LONG, out="run"))
+    again = start(script, **LONG, out="run")
     assert again.wait() == 0, again.stderr.read()
     assert [record["epoch"] for record in numbers(clean / "run")[2]] == list(range(1, 11))

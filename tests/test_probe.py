@@ -20,7 +20,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2.functional import resized_crop
+from torchvision.transforms.v2.functional import crop, pad, resized_crop
 
 import probe
 
@@ -576,6 +576,20 @@ def test_one_colour_stays_that_colour():
     images = torch.full((64, 1, 24, 32), 77, dtype=torch.uint8)
     assert torch.allclose(probe.augment(images, (16, 20), seeded()), torch.tensor(77.0), rtol=0, atol=1e-3)
     assert (probe.fit(images, (9, 31)) == 77).all()
+
+
+def test_shifted_images_are_torchvisions_padded_crops_at_every_place_alike():
+    """Each of the 25 places of a padding of 2 is found, in 4,000 images, within 5 deviations of 160 times."""
+    images = torch.arange(1, 61, dtype=torch.uint8).reshape(1, 2, 6, 5).expand(4000, -1, -1, -1)
+    shifted = probe.random_shift(images, seeded(), 2)
+    assert shifted.dtype == torch.uint8 and shifted.shape == images.shape
+    padded = pad(images[0], [2])
+    places = [crop(padded, top, left, 6, 5) for top in range(5) for left in range(5)]
+    counts = [(shifted == place).flatten(1).all(dim=1).sum().item() for place in places]
+    assert sum(counts) == 4000 and min(counts) > 98 and max(counts) < 222
+    assert torch.equal(shifted, probe.random_shift(images, seeded(), 2))
+    through = probe.augment(images, (6, 5), seeded(), min_scale=1, flip=False, padding=2)
+    assert (through[:, :, 0, 0] == 0).any() and set(through.unique().tolist()) <= set(range(61))
 
 
 def boxes_of_torchvision(count: int, height: int, width: int, scale, ratio) -> torch.Tensor:
