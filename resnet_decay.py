@@ -339,6 +339,8 @@ def train(config: Config) -> dict:
             f"batch_size {batch} leaves a batch of one of the {n} images, and BatchNorm needs two: use 3 or more"
         )
 
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # of this network, not of those before it
     model = build(config, data.train, len(data.classes), device)
     optimizer = torch.optim.SGD(
         model.parameters(), config.lr, config.momentum, nesterov=config.momentum > 0, weight_decay=config.weight_decay,

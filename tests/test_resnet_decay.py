@@ -212,6 +212,17 @@ def test_images_are_standardised_with_the_data_sets_mean_and_deviation():
     assert seen[0].mean().item() == pytest.approx(0, abs=1e-5) and seen[0].std().item() == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("constant", [False, True])
+def test_loss_and_gradients_are_finite_in_bfloat16(constant):
+    model = network(blocks=16).float().train()
+    images = torch.zeros(4, 3, 16, 16) if constant else 255 * pictures(4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(images), torch.tensor([0, 1, 2, 3]))
+    loss.backward()
+    assert loss.dtype == torch.float32 and torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 # ---- Config ---------------------------------------------------------------------------------------------------------
 
 
