@@ -132,7 +132,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, table in (("recipe", RECIPES), ("model", MODELS)):
             if getattr(self, name) not in (None, *table):
-                raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
         recipe = RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")]
         sizes = ("width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads")
         filled = {**recipe, **dict(zip(sizes, MODELS[self.model or recipe["model"]]))}
@@ -465,6 +465,7 @@ def train(config: Config) -> dict:
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
+    state["records"] = []  # what metrics.jsonl holds
     start_run(config, saved, model, optimizer, state)
 
     alphas = shortcut_weights(config.depth, config.alpha_min)
@@ -522,7 +523,7 @@ def train(config: Config) -> dict:
         bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
         if not math.isfinite(mean_loss):
             raise FloatingPointError(
-                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps the last good checkpoint"
+                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
             )
         if not last_of_epoch and seconds < SAVE_SECONDS:
             continue
@@ -535,15 +536,14 @@ def train(config: Config) -> dict:
             scores = evaluate(model, data, config) if due else {}
             with bar.external_write_mode():
                 print(as_line("train", record), *([as_line("eval", scores)] if due else []), sep="\n", flush=True)
+            state["records"].append(record | scores)
             log(config, record | scores)
             loss_sum.zero_()
         save_checkpoint(config, model, optimizer, state)
         seen, started = 0, time.monotonic()
     bar.close()
 
-    records = read_log(config, steps)
-    if not records or records[-1]["step"] < steps or "per_layer" not in records[-1]:  # metrics.jsonl was lost
-        records.append({"epoch": config.epochs, "step": steps, "loss": state["loss"]} | evaluate(model, data, config))
+    records = state["records"]
     draw_curves(config, records, state["baselines"])
     draw_reconstructions(config, model, data.test)
     result = {
@@ -628,7 +628,7 @@ def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
     by_layer.set(title="test accuracy by layer (%)", xlabel="layer")
     accuracy.legend(fontsize=7)
     for axis in (loss, accuracy, spectrum, by_layer):
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     save_figure(config.folder / "curves.png", figure)
 
 
@@ -672,8 +672,10 @@ def report(result: dict, config: Config) -> None:
 
 
 SCRIPT = "mae"
+DONE = "per_layer"  # what a finished result.json has
+SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png")  # and config.json
-ANEW = "name another --out, or --overwrite to start anew"
+ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
 def choose_device(name: str) -> torch.device:
@@ -729,8 +731,8 @@ def as_line(title: str, values: dict) -> str:
 
 
 def settings(config: Config) -> dict:
-    """The script and its config as JSON holds them, less the fields that don't decide the numbers."""
-    elsewhere = ("root", "device", "out", "overwrite", "compile")
+    """The script and its config as JSON holds them, less what does not decide the numbers or stands in other fields."""
+    elsewhere = ("root", "device", "out", "overwrite", "compile", "recipe", "model")
     fields = dataclasses.asdict(config).items()
     held = {"script": SCRIPT} | {name: value for name, value in fields if name not in elsewhere}
     if config.data not in RECIPE_OF:  # the same folder, however it is spelled
@@ -761,7 +763,7 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
                 "to discard it"
             )
         result = read_json(folder / "result.json")
-        if not config.overwrite and isinstance(result, dict) and result.get("script") == SCRIPT:
+        if not config.overwrite and isinstance(result, dict) and result.get("script") == SCRIPT and DONE in result:
             return None, result
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
@@ -788,6 +790,7 @@ def start_run(
             optimizer.load_state_dict(saved["optimizer"])
             found = {name: type(value)(saved["state"][name]) for name, value in state.items()}
             whole = found["step"] >= 0 and all(len(scores) == 2 for scores in found["baselines"].values())
+            whole = whole and all({"epoch", "loss"} <= record.keys() for record in found["records"])
         except Exception as error:  # whatever a file with the right names and the wrong things in it leads to
             raise BadInput(f"{folder}/checkpoint.pt does not fit the model: {ANEW}") from error
         if not whole:
@@ -805,7 +808,7 @@ def start_run(
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
-        lines = [json.dumps(record) + "\n" for record in read_log(config, state["step"])]
+        lines = [json.dumps(record) + "\n" for record in state["records"]]
         write_whole(folder / "metrics.jsonl", "".join(lines).encode())
     except OSError as error:
         raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
@@ -838,19 +841,9 @@ def save_figure(path: Path, figure: object) -> None:
 
 
 def log(config: Config, record: dict) -> None:
-    """Append one line to metrics.jsonl."""
+    """Append one line to metrics.jsonl; the checkpoint holds the records too."""
     with open(config.folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def read_log(config: Config, step: int) -> list[dict]:
-    """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
-    file = config.folder / "metrics.jsonl"
-    records = map(read_json, file.read_text(errors="replace").splitlines() if file.exists() else [])
-    whole = {"epoch", "step", "loss"}
-    return [
-        r for r in records if isinstance(r, dict) and whole <= r.keys() and type(r["step"]) is int and r["step"] <= step
-    ]
 
 
 def read_json(source: Path | str) -> object:
@@ -886,10 +879,15 @@ def main(arguments: list[str] | None = None) -> int:
         report(train(config), config)
         return 0
     except BadInput as error:
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
         return 2
     except FloatingPointError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        print(f"{SCRIPT}.py: out of memory: {SMALLER}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # nobody reads on: python mae.py | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -898,7 +896,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{SCRIPT}.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{SCRIPT}.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
+        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from the last checkpoint", file=sys.stderr)
         return 130
 
 

@@ -79,7 +79,7 @@ def load_images(
     the classes; `skip_bad` leaves unreadable files out. Raises BadInput for whatever of this can't be had.
     """
     if limit is not None and limit < 2:
-        raise BadInput(f"limit {limit} leaves too few images of {data}: probing needs two or more")
+        raise BadInput(f"limit {limit} leaves too few images of {data}: two or more are needed")
     if data == "digits":
         images = _limited(_digits(size), limit)
     elif data in NAMED_SETS:
@@ -87,7 +87,7 @@ def load_images(
     else:
         images = _folder(data, Path(root), size, limit, skip_bad)
     if len(images.train) < 2:
-        raise BadInput(f"{data} has {len(images.train)} training image: probing needs two or more")
+        raise BadInput(f"{data} has {len(images.train)} training image: two or more are needed")
     return images
 
 
@@ -190,7 +190,7 @@ def _named(name: str, root: Path, size: tuple[int, int]) -> Images:
 
 def _folder(data: str, root: Path, size: tuple[int, int], limit: int | None, skip_bad: bool) -> Images:
     folder = Path(data).expanduser()
-    if not os.path.isdir(folder):
+    if not data or not os.path.isdir(folder):
         known = ", ".join(["digits", *NAMED_SETS])
         raise BadInput(f"no data set and no folder is called {data!r}: use one of {known}, or a folder's path")
     try:

@@ -104,12 +104,12 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     bf16: bool = True  # bfloat16 on CUDA
     compile: bool = False  # torch.compile the training step
-    out: str | None = None  # run folder, or the parent of several; None: runs/<name, see below>
+    out: str | None = None  # run folder, or the parent of several; None: runs/ and its data, blocks, alpha_min, seed
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
     def __post_init__(self) -> None:
         if self.recipe not in (None, *RECIPES):
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, not {self.recipe}")
+            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, not {self.recipe!r}")
         for name, value in RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -165,7 +165,7 @@ class Config:
 class Study(Config):
     """Train a ResNet for every α_min, depth and seed of three lists; effective rank by depth and by epoch (Figure 9).
 
-    A field that is None takes the data set's recipe.
+    A setting that is None takes the data set's recipe.
     """
 
     alpha_min: tuple[float, ...] = (1.0, 0.7, 0.4)  # weights of the last shortcut, one or more (paper Eq. 5)
@@ -174,12 +174,13 @@ class Study(Config):
 
     def __post_init__(self) -> None:
         for name in ("alpha_min", "blocks", "seed"):
-            if not getattr(self, name):
+            values = getattr(self, name)
+            if not values:
                 raise ValueError(f"{name} must list one value or more, not none")
-        folders = [run.folder for run in self.runs]
-        twice = [str(folder) for folder in folders if folders.count(folder) > 1]
-        if twice:
-            raise ValueError(f"alpha_min, blocks and seed must each list different values: {twice[0]} stands twice")
+            shown = {f"{value + 0.0:g}" if name == "alpha_min" else value for value in values}
+            if len(shown) < len(values):
+                raise ValueError(f"{name} must list values that differ in six digits, not {' '.join(map(str, values))}")
+        list(self.runs)  # making them checks their values
 
     @property
     def runs(self) -> list[Config]:
@@ -189,7 +190,7 @@ class Study(Config):
             Config(**common | {"seed": seed, "blocks": blocks, "alpha_min": alpha_min})
             for seed, blocks, alpha_min in itertools.product(self.seed, self.blocks, self.alpha_min)
         ]
-        if len(runs) == 1 or self.out is None:
+        if len(runs) == 1 or not self.out:
             return runs
         return [dataclasses.replace(run, out=f"{self.out}/{run.name}") for run in runs]
 
@@ -201,19 +202,20 @@ class Study(Config):
 # ---- Equations ------------------------------------------------------------------------------------------------------
 
 
+def blocks_of_stages(depth: int) -> tuple[int, int, int, int]:
+    """ResNet-18's 2, 2, 2, 2 blocks; what is more goes into the third stage (paper B.3)."""
+    return 2, 2, depth - 6, 2
+
+
 def shortcut_weights(depth: int, alpha_min: float, decay_projections: bool = True) -> list[float]:
     """Eq. 5, one shortcut per block: α = linspace(1, α_min, depth), equal steps, both ends included.
 
     Without `decay_projections` the first shortcuts of stages 2, 3 and 4 are 1 and the others what they were.
     """
     alphas = torch.linspace(1.0, alpha_min, depth, dtype=torch.float64).tolist()
-    projections = () if decay_projections else (2, 4, depth - 2)
-    return [1.0 if l in projections else alpha for l, alpha in enumerate(alphas)]
-
-
-def blocks_of_stages(depth: int) -> tuple[int, int, int, int]:
-    """ResNet-18's 2, 2, 2, 2 blocks; what is more goes into the third stage (paper B.3)."""
-    return 2, 2, depth - 6, 2
+    projections = itertools.accumulate(blocks_of_stages(depth)[:3])  # the blocks that begin a stage
+    undecayed = set() if decay_projections else set(projections)
+    return [1.0 if l in undecayed else alpha for l, alpha in enumerate(alphas)]
 
 
 # ---- Model ----------------------------------------------------------------------------------------------------------
@@ -347,10 +349,11 @@ def train(config: Config) -> dict:
         fused=device.type in ("cpu", "cuda"),
     )  # fmt: skip
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n}
+    state["records"] = []  # what metrics.jsonl holds
     start_run(config, saved, model, optimizer, state)
 
     alphas = shortcut_weights(config.blocks, config.alpha_min, config.decay_projections)
-    run = {"alpha_min": config.alpha_min, "blocks": config.blocks, "seed": config.seed}
+    which = {"alpha_min": config.alpha_min, "blocks": config.blocks, "seed": config.seed}
     size = "x".join(map(str, (channels, *config.image_size)))
     say(
         f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}",
@@ -362,10 +365,13 @@ def train(config: Config) -> dict:
         say(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
 
     images, labels = resident(data.train, device), data.train_labels
+    if config.compile:
+        torch.compiler.reset()  # it holds eight networks at most
     logits_of = torch.compile(model) if config.compile else model
     steps = config.epochs * steps_per_epoch
-    about = " ".join(f"{name} {value:g}" for name, value in run.items())
-    bar = tqdm(total=steps, initial=state["step"], desc=about, unit=" steps", leave=None, disable=None)
+    bar = tqdm(
+        total=steps, initial=state["step"], desc=as_line("training", which), unit=" steps", leave=None, disable=None
+    )
     loss_sum = torch.tensor(state["loss_sum"], device=device)  # over the steps of this epoch
     order, seen, started = None, 0, time.monotonic()
     for step in range(state["step"], steps):
@@ -397,7 +403,7 @@ def train(config: Config) -> dict:
         if not math.isfinite(mean_loss):
             bar.close()
             raise FloatingPointError(
-                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps the last good checkpoint"
+                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
             )
         if not last_of_epoch and seconds < SAVE_SECONDS:
             continue
@@ -408,20 +414,19 @@ def train(config: Config) -> dict:
             record["images_per_second"] = seen / seconds
             due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
             scores = evaluate(model, data) if due else {}
-            say(as_line("train", run | record), *([as_line("eval", run | scores)] if due else []))
+            say(as_line("train", which | record), *([as_line("eval", which | scores)] if due else []))
+            state["records"].append(record | scores)
             log(config, record | scores)
             loss_sum.zero_()
         save_checkpoint(config, model, optimizer, state)
         seen, started = 0, time.monotonic()
     bar.close()
 
-    records = read_log(config, steps)
-    if not records or records[-1]["step"] < steps or "accuracy" not in records[-1]:  # metrics.jsonl was lost
-        records.append({"epoch": config.epochs, "step": steps, "loss": state["loss"]} | evaluate(model, data))
+    records = state["records"]
     draw_curves(config, records)
     tested = [{name: r[name] for name in ("epoch", "loss", *SCORES)} for r in records if "accuracy" in r]
     result = {
-        "script": SCRIPT, "data": config.data, **run, "alpha_eff": rank.alpha_eff(alphas), "epochs": config.epochs,
+        "script": SCRIPT, "data": config.data, **which, "alpha_eff": rank.alpha_eff(alphas), "epochs": config.epochs,
         "steps": steps, "loss": state["loss"], "seconds": state["seconds"],
         "images_per_second": state["images"] / max(state["seconds"], 1e-9), "peak_memory_bytes": peak_memory(device),
         "device": device_name(device), "torch": torch.__version__,
@@ -455,26 +460,25 @@ def evaluate(model: ResNet, data: probe.Images) -> dict[str, float]:
 def train_all(study: Study) -> tuple[list[dict], int]:
     """Train what is not yet finished of the study; the results, and how many networks diverged.
 
-    Every run folder is looked at before the first one is trained. Figure 9 is drawn anew after each.
+    Every run folder is looked at before the first one is trained. Figure 9 is drawn anew after each network.
     """
     runs = study.runs
-    for run in runs:
-        open_run(run)
-    results, diverged = [], 0
-    for run in tqdm(runs, "study", unit=" networks", disable=None if len(runs) > 1 else True):
+    results = {i: result for i, (_, result) in enumerate(map(open_run, runs)) if result}  # finished before
+    diverged = 0
+    for i, run in enumerate(tqdm(runs, "study", unit="network", disable=None if len(runs) > 1 else True)):
         try:
-            results.append(train(run))
+            results[i] = train(run)
         except FloatingPointError as error:
             diverged += 1
             which = f"alpha_min {run.alpha_min:g}, blocks {run.blocks}, seed {run.seed}"
             tqdm.write(f"{SCRIPT}.py: {which}: {error}", file=sys.stderr)
             continue
-        say(as_line("result", {k: v for k, v in results[-1].items() if isinstance(v, (int, float))}))
+        say(as_line("result", {k: v for k, v in results[i].items() if isinstance(v, (int, float))}))
         if len(runs) > 1:
-            tables = figure_9(results)
+            tables = figure_9([results[i] for i in sorted(results)])
             draw_figure_9(study, tables)
             write_whole(study.figure(".json"), json.dumps(tables, indent=1).encode())
-    return results, diverged
+    return [results[i] for i in sorted(results)], diverged
 
 
 def figure_9(results: list[dict]) -> dict[str, list[dict]]:
@@ -508,17 +512,18 @@ def draw_figure_9(study: Study, tables: dict[str, list[dict]]) -> None:
     from matplotlib.figure import Figure  # here, as it takes a second
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, 2, sharey=True)
     alphas = sorted(study.alpha_min, reverse=True)
     for panel, table, x in zip(panels, tables.values(), ("blocks", "epoch")):
         for i, alpha_min in enumerate(alphas):
             rows = sorted((row for row in table if row["alpha_min"] == alpha_min), key=lambda row: row[x])
             ranks, spreads = ([row[name] for row in rows] for name in ("effective_rank", "effective_rank_std"))
             style = {"color": colormaps["viridis"](0.85 * i / max(1, len(alphas) - 1)), "marker": ".", "capsize": 2}
-            spreads = None if None in spreads else spreads
+            spreads = [math.nan if spread is None else spread for spread in spreads] if any(spreads) else None
             panel.errorbar([row[x] for row in rows], ranks, spreads, label=f"α_min = {alpha_min:g}", **style)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.set(xlabel=x, ylabel="effective rank (Eq. 6)")
+        panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        panel.set(xlabel=x)
+    panels[0].set(ylabel="effective rank (Eq. 6)", xticks=sorted(study.blocks))
     panels[0].set_title(f"(a) {study.data_name}, after the last epoch")
     panels[1].set_title(f"(b) {tables['b'][0]['blocks']} blocks, by epoch")
     panels[0].legend()
@@ -529,12 +534,13 @@ def draw_curves(config: Config, records: list[dict]) -> None:
     """curves.png: loss, test accuracy and effective rank against epoch."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure.suptitle(config.name)
     titles = {"loss": "loss", "accuracy": "test accuracy (%)", "effective_rank": "effective rank (Eq. 6)"}
     for axis, (name, title) in zip(figure.subplots(1, 3), titles.items()):
         held = [record for record in records if name in record]
         axis.plot([record["epoch"] for record in held], [record[name] for record in held], marker=".")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axis.set(title=title, xlabel="epoch")
     save_figure(config.folder / "curves.png", figure)
 
@@ -549,32 +555,34 @@ def report(study: Study, results: list[dict]) -> None:
     columns = {"effective_rank": 3, "exp_effective_rank": 1, "accuracy": 2}
     tables = figure_9(results)
     epochs = sorted({row["epoch"] for row in tables["b"]})
-    shown = set(epochs[:: -max(1, math.ceil(len(epochs) / 10))])
-    several = len(study.runs) > 1
-    titles = {
-        "a": "after the last epoch, on the test images (mean ± standard deviation where there are several seeds)",
-        "b": f"{tables['b'][0]['blocks']} blocks, by epoch",
-    }
-    for part, x in (("a", "blocks"), ("b", "epoch")):
-        print(f"\nFigure 9 {part}: {titles[part]}")
-        print(f"{'alpha_min':>9}{x:>8}{'seeds':>7}" + "".join(f"{name:>22}" for name in columns))
+    shown = epochs[:: -max(1, math.ceil(len(epochs) / 10))]
+    tables["b"] = [row for row in tables["b"] if row["epoch"] in shown]
+    by_epoch = f"{tables['b'][0]['blocks']} blocks, by epoch"
+    titles = {"b": by_epoch}
+    if len(study.runs) > 1:
+        spread = "mean ± standard deviation over seeds, " if len(study.seed) > 1 else ""
+        titles = {"a": f"Figure 9 a: after the last epoch ({spread}test images)", "b": f"Figure 9 b: {by_epoch}"}
+    for part, title in titles.items():
+        x = {"a": "blocks", "b": "epoch"}[part]
+        print(f"\n{title}\n{'alpha_min':>9}{x:>8}{'seeds':>7}" + "".join(f"{name:>22}" for name in columns))
         for row in tables[part]:
-            if part == "b" and row["epoch"] not in shown:
-                continue
             scores = "".join(f"{score(row, name, digits):>22}" for name, digits in columns.items())
             print(f"{row['alpha_min']:>9g}{row[x]:>8}{row['seeds']:>7}{scores}")
-    if several:
+    place = study.runs[0].folder
+    if len(study.runs) > 1:
+        place = f"a folder each in {place.parent}"
         print(f"\nfigure and tables: {study.figure('.png')}, {study.figure('.json')}")
-    place = study.runs[0].folder.parent if several else study.runs[0].folder
-    print(f"curves.png, metrics.jsonl, checkpoint.pt and result.json of each network are in {place}", flush=True)
+    print(f"curves.png, metrics.jsonl, checkpoint.pt and result.json are in {place}", flush=True)
 
 
 # ---- Plumbing -------------------------------------------------------------------------------------------------------
 
 
 SCRIPT = "resnet_decay"
+DONE = "per_epoch"  # what a finished result.json has
+SMALLER = "try a smaller --batch-size, --width or --image-size"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png")  # and config.json
-ANEW = "name another --out, or --overwrite to start anew"
+ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
 def choose_device(name: str) -> torch.device:
@@ -636,8 +644,8 @@ def as_line(title: str, values: dict) -> str:
 
 
 def settings(config: Config) -> dict:
-    """The script and its config as JSON holds them, less the fields that don't decide the numbers."""
-    elsewhere = ("root", "device", "out", "overwrite", "compile")
+    """The script and its config as JSON holds them, less what does not decide the numbers or stands in other fields."""
+    elsewhere = ("root", "device", "out", "overwrite", "compile", "recipe", "model")
     fields = dataclasses.asdict(config).items()
     held = {"script": SCRIPT} | {name: value for name, value in fields if name not in elsewhere}
     if config.data not in RECIPE_OF:  # the same folder, however it is spelled
@@ -668,7 +676,7 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
                 "to discard it"
             )
         result = read_json(folder / "result.json")
-        if not config.overwrite and isinstance(result, dict) and result.get("script") == SCRIPT:
+        if not config.overwrite and isinstance(result, dict) and result.get("script") == SCRIPT and DONE in result:
             return None, result
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
@@ -694,7 +702,7 @@ def start_run(
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             found = {name: type(value)(saved["state"][name]) for name, value in state.items()}
-            whole = found["step"] >= 0
+            whole = found["step"] >= 0 and all({"epoch", "loss"} <= record.keys() for record in found["records"])
         except Exception as error:  # whatever a file with the right names and the wrong things in it leads to
             raise BadInput(f"{folder}/checkpoint.pt does not fit the model: {ANEW}") from error
         if not whole:
@@ -712,7 +720,7 @@ def start_run(
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
-        lines = [json.dumps(record) + "\n" for record in read_log(config, state["step"])]
+        lines = [json.dumps(record) + "\n" for record in state["records"]]
         write_whole(folder / "metrics.jsonl", "".join(lines).encode())
     except OSError as error:
         raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
@@ -745,19 +753,9 @@ def save_figure(path: Path, figure: object) -> None:
 
 
 def log(config: Config, record: dict) -> None:
-    """Append one line to metrics.jsonl."""
+    """Append one line to metrics.jsonl; the checkpoint holds the records too."""
     with open(config.folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def read_log(config: Config, step: int) -> list[dict]:
-    """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
-    file = config.folder / "metrics.jsonl"
-    records = map(read_json, file.read_text(errors="replace").splitlines() if file.exists() else [])
-    whole = {"epoch", "step", "loss"}
-    return [
-        r for r in records if isinstance(r, dict) and whole <= r.keys() and type(r["step"]) is int and r["step"] <= step
-    ]
 
 
 def read_json(source: Path | str) -> object:
@@ -795,8 +793,13 @@ def main(arguments: list[str] | None = None) -> int:
             report(study, results)
         return 1 if diverged else 0
     except BadInput as error:
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        print(f"{SCRIPT}.py: out of memory: {SMALLER}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # nobody reads on: python mae.py | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -804,7 +807,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{SCRIPT}.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{SCRIPT}.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
+        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from the last checkpoint", file=sys.stderr)
         return 130
 
 

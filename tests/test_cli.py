@@ -1,6 +1,7 @@
 """The command line as a user runs it, in a clean folder: what it prints, and one line for every mistake."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,7 +13,6 @@ from conftest import ROOT, flags
 from PIL import Image
 
 import mae
-import probe
 import resnet_decay
 
 SCRIPTS = [mae, resnet_decay]  # the same promises, kept by copies of the same plumbing
@@ -209,10 +209,10 @@ def test_a_mistake_gets_one_line_and_writes_nothing(arguments, words, clean, cap
         ("--alpha-min 1.0 x", "--alpha-min x"),
         ("--alpha-min 1.0 -0.2 0.4", "alpha_min -0.2"),
         ("--alpha-min nan", "alpha_min nan"),
-        ("--alpha-min 0.7 0.70", "different values a0.7"),
+        ("--alpha-min 0.7 0.70", "alpha_min differ 0.7"),
         ("--seed", "seed one value or more"),
         ("--seed 0 -1", "seed -1"),
-        ("--seed 3 3", "different values s3"),
+        ("--seed 3 3", "seed differ 3"),
         ("--width 0", "width 0"),
         ("--width -4", "width -4"),
         ("--width 10000000", "width 10000000 8192"),
@@ -329,7 +329,7 @@ def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_setti
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", "null", '{"epoch": 1, "step": "a", "loss": 1}', '{"linear": 3', b"\xff\xfe", None]
+    "content", ["", "{}", "[]", '{"script": "mae"}', '{"script": "resnet_decay"}', '{"linear": 3', b"\xff\xfe", None]
 )
 def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(script, content, clean):
     assert script.main(flags(script, out="run")) == 0
@@ -389,16 +389,56 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(script, clean, c
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_features_that_are_not_finite_are_one_line(script, clean, capsys, monkeypatch):
     """The last step can spoil the weights after its loss was looked at."""
-    features = probe.features
-    assert script.main(flags(script, out="run")) == 0
-    (clean / "run/result.json").unlink()
-    (clean / "run/metrics.jsonl").unlink()
-    infinite = lambda *arguments, **more: {name: x / 0 for name, x in features(*arguments, **more).items()}
-    monkeypatch.setattr(probe, "features", infinite)
+    rates = iter([0.01] * 7 + [math.inf])
+    monkeypatch.setattr(script, "learning_rate", lambda *_: next(rates))
     capsys.readouterr()
     assert script.main(flags(script, out="run")) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and "features are not finite" in error[0] and "--lr" in error[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_memory_that_does_not_suffice_is_one_line(script, clean, capsys, monkeypatch):
+    def exhausted(*_):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:129] DefaultCPUAllocator: can't allocate memory\n more")
+
+    monkeypatch.setattr(script, "build", exhausted)
+    capsys.readouterr()
+    assert script.main(flags(script, out="run")) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and "out of memory" in error[0] and "--batch-size" in error[0]
+    monkeypatch.setattr(script, "build", lambda *_: [][0])
+    with pytest.raises(IndexError):  # a fault of ours is not hidden
+        script.main(flags(script, out="run"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_same_settings_said_otherwise_are_the_same_run(script, clean, capsys):
+    assert script.main(flags(script, out="run")) == 0
+    assert script.main(flags(script, out="run", recipe="digits")) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_scripts_run_is_named_as_such(script, clean, capsys):
+    other = SCRIPTS[SCRIPTS.index(script) - 1]
+    assert other.main(flags(other, out="run")) == 0
+    text = complaint(capsys, *flags(script, out="run"), script=script)
+    assert f"script {other.__name__}, not {script.__name__}" in text
+
+
+def test_a_name_with_a_line_break_is_still_one_line(clean, capsys):
+    assert "no data set and no folder" in complaint(capsys, *flags(data="two\nlines"))
+    assert "no data set and no folder is called ''" in complaint(capsys, *flags(data=""))
+    (clean / "two\nlines").mkdir()
+    assert "must hold train" in complaint(capsys, *flags(data="two\nlines"))
+
+
+def test_narrow_networks_on_wide_images_do_not_crash(clean):
+    """In channels-last memory oneDNN's gradient of a narrow strided 1×1 convolution writes past its workspace."""
+    arguments = flags(resnet_decay, image_size=64, limit=8, epochs=1)
+    code, _, error = run(*arguments, script="resnet_decay.py")
+    assert (code, error) == (0, "")
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(clean):
@@ -439,7 +479,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(script, damage, clean
         torch.save([1, 2, 3], file)
     before = file.read_bytes()
     text = complaint(capsys, *flags(script, out="run"), script=script)
-    assert "checkpoint.pt" in text and "--overwrite" in text
+    assert "checkpoint.pt" in text and "delete that folder" in text and "--overwrite" in text
     assert file.read_bytes() == before
     assert not (clean / "opened").exists()
     assert script.main([*flags(script, out="run"), "--overwrite"]) == 0

@@ -19,10 +19,10 @@ SCRIPTS = [mae, resnet_decay]
 LONG = dict(epochs=10, batch_size=20, eval_every=4)  # 10 steps an epoch
 
 
-def start(script, **settings):
+def start(script, *more, **settings):
     """The script in a process of its own, which heeds Ctrl-C even where these tests run in a shell's background."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / f"{script.__name__}.py"), *flags(script, **settings)],
+        [sys.executable, str(ROOT / f"{script.__name__}.py"), *flags(script, **settings), *more],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -72,14 +72,15 @@ def test_three_kills_change_nothing(script, seed, clean):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_says_in_one_line_that_the_run_goes_on(script, clean):
-    process = start(script, **{**LONG, "epochs": 1000}, out="run")
+@pytest.mark.parametrize("more, without", [((), ""), (("--overwrite",), " without --overwrite")])
+def test_ctrl_c_says_in_one_line_that_the_run_goes_on(script, more, without, clean):
+    process = start(script, *more, **{**LONG, "epochs": 1000}, out="run")
     while process.poll() is None and epochs_logged(clean / "run") < 1:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert process.stderr.read().strip().splitlines() == [
-        f"{script.__name__}.py: stopped; the same command goes on from the last checkpoint"
+        f"{script.__name__}.py: stopped; the same command{without} goes on from the last checkpoint"
     ]
 
 

@@ -548,9 +548,9 @@ def test_crops_are_torchvisions(size):
     images = noise(len(BOXES), 3, 24, 32)
     found = probe.crop_and_resize(images, torch.tensor(BOXES), size)
     assert found.dtype == torch.float32 and found.shape == (len(BOXES), 3, *size)
-    for image, box, crop in zip(images.float(), BOXES, found):
+    for image, box, cropped in zip(images.float(), BOXES, found):
         expected = resized_crop(image, *box, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
-        assert torch.allclose(crop, expected.clamp(0, 255), rtol=0, atol=1e-3)
+        assert torch.allclose(cropped, expected.clamp(0, 255), rtol=0, atol=1e-3)
     edge = torch.tensor([[[[0, 0, 255, 255]]]], dtype=torch.uint8)
     overshoot = probe.crop_and_resize(edge, torch.tensor([[0, 0, 1, 4]]), (1, 9))
     assert overshoot.min() == 0 and overshoot.max() == 255

@@ -557,11 +557,69 @@ def test_a_folder_that_holds_something_else_stops_the_study_before_it_begins(cle
     assert [path.name for path in (clean / "runs").iterdir()] == ["resnet_decay-digits-b9-a0.4-s0"]
 
 
+@pytest.mark.parametrize(
+    "field, values", [("alpha_min", (0.0, -0.0)), ("alpha_min", (0.7, 0.7000001)), ("seed", (1, 1))]
+)
+def test_a_list_that_names_one_network_twice_is_refused(field, values):
+    with pytest.raises(ValueError, match=f"{field} must list values that differ"):
+        resnet_decay.Study(**{field: values})
+
+
+@pytest.mark.parametrize("out", [None, ""])
+def test_an_empty_out_is_none(out):
+    assert str(resnet_decay.Study(out=out).runs[0].folder) == "runs/resnet_decay-digits-b8-a1-s0"
+
+
+def test_what_a_killed_run_has_seen_is_in_its_checkpoint(clean):
+    """Without its log and its result a finished run is shown again with every epoch, not the last alone."""
+    config = resnet_decay.Config(**{**TINY_RESNET, "epochs": 3, "eval_every": 1})
+    result = resnet_decay.train(config)
+    lines = (config.folder / "metrics.jsonl").read_text()
+    for name in ("metrics.jsonl", "result.json"):
+        (config.folder / name).unlink()
+    again = resnet_decay.train(config)
+    assert again["per_epoch"] == result["per_epoch"] and len(again["per_epoch"]) == 3
+    assert (config.folder / "metrics.jsonl").read_text() == lines
+
+
+def test_a_study_that_grows_keeps_what_its_figure_showed(clean, monkeypatch):
+    """The first new network already draws all that is finished: a kill right after it takes nothing away."""
+    assert resnet_decay.main(study_flags(epochs=1, seed=(0, 1))) == 0
+    drawn = []
+
+    def stop(study, tables):
+        drawn.append(tables)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resnet_decay, "draw_figure_9", stop)
+    assert resnet_decay.main(study_flags(epochs=1, seed=(2, 0, 1))) == 130
+    assert sorted(row["seeds"] for row in drawn[0]["a"]) == [2, 2, 2, 3]
+
+
+def test_error_bars_stand_where_there_are_several_seeds(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(resnet_decay, "save_figure", lambda path, figure: drawn.append(figure))
+    study = resnet_decay.Study(alpha_min=(1.0,), blocks=(8, 16), seed=(0, 1))
+    results = [made_up(1.0, 8, 0, 3.0), made_up(1.0, 8, 1, 5.0), made_up(1.0, 16, 0, 2.0)]
+    resnet_decay.draw_figure_9(study, resnet_decay.figure_9(results))
+    (panel, by_epoch) = drawn[0].axes
+    bars = panel.containers[0].lines[2][0].get_segments()
+    assert np.ptp([y for _, y in bars[0]]) == pytest.approx(2 * np.std([3, 5], ddof=1))
+    assert len(bars[1]) == 0
+    assert panel.get_xticks().tolist() == [8, 16] and by_epoch.get_xticks().tolist() == [1]
+
+
+def test_a_single_network_is_no_study(clean, capsys):
+    assert resnet_decay.main(flags(resnet_decay, eval_every=1)) == 0
+    out = capsys.readouterr().out
+    assert "Figure 9" not in out and "8 blocks, by epoch" in out and not list(clean.glob("runs/*.png"))
+
+
 # ---- Shared with mae.py ---------------------------------------------------------------------------------------------
 
 COPIES = (
     "choose_device device_name generator_for resident peak_memory as_line settings open_run save_checkpoint write_whole "
-    "save_figure log read_log read_json"
+    "save_figure log read_json"
 ).split()
 
 
