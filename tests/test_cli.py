@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -37,6 +38,17 @@ def complaint(capsys, *arguments, script=mae):
     assert len(error.strip().splitlines()) == 1, error
     assert error.startswith(f"{script.__name__}.py: ") and "Traceback" not in error and len(error) < 400
     return error
+
+
+FINISHED = {}  # a finished run of every script, trained once for all tests
+
+
+def finished_run(script, folder, tmp_path_factory):
+    """A copy of the script's smallest run, finished, in `folder`."""
+    if script not in FINISHED:
+        FINISHED[script] = tmp_path_factory.mktemp(script.__name__) / "run"
+        assert script.main(flags(script, out=FINISHED[script])) == 0
+    shutil.copytree(FINISHED[script], folder)
 
 
 def folder_of_images(folder, classes=("cat", "dog"), splits=("train", "val"), count=4, size=(20, 16)):
@@ -317,8 +329,10 @@ def test_a_foreign_folder_with_a_config_is_not_a_run(script, clean, capsys):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_settings(script, clean, capsys):
-    assert script.main(flags(script, out="run")) == 0
+def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_settings(
+    script, clean, capsys, tmp_path_factory
+):
+    finished_run(script, clean / "run", tmp_path_factory)
     (clean / "run/checkpoint.pt").unlink()
     before = (clean / "run/result.json").read_bytes()
     assert script.main(flags(script, out="run")) == 0
@@ -331,8 +345,8 @@ def test_a_finished_run_is_shown_without_its_checkpoint_and_only_under_its_setti
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", '{"script": "mae"}', '{"script": "resnet_decay"}', '{"linear": 3', b"\xff\xfe", None]
 )
-def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(script, content, clean):
-    assert script.main(flags(script, out="run")) == 0
+def test_a_damaged_result_or_log_is_made_again_from_the_checkpoint(script, content, clean, tmp_path_factory):
+    finished_run(script, clean / "run", tmp_path_factory)
     result = json.loads((clean / "run/result.json").read_text())
     for name in ("result.json", "metrics.jsonl"):
         (clean / "run" / name).unlink()
@@ -413,16 +427,16 @@ def test_memory_that_does_not_suffice_is_one_line(script, clean, capsys, monkeyp
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_same_settings_said_otherwise_are_the_same_run(script, clean, capsys):
-    assert script.main(flags(script, out="run")) == 0
+def test_the_same_settings_said_otherwise_are_the_same_run(script, clean, capsys, tmp_path_factory):
+    finished_run(script, clean / "run", tmp_path_factory)
     assert script.main(flags(script, out="run", recipe="digits")) == 0
     assert "is finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_another_scripts_run_is_named_as_such(script, clean, capsys):
+def test_another_scripts_run_is_named_as_such(script, clean, capsys, tmp_path_factory):
     other = SCRIPTS[SCRIPTS.index(script) - 1]
-    assert other.main(flags(other, out="run")) == 0
+    finished_run(other, clean / "run", tmp_path_factory)
     text = complaint(capsys, *flags(script, out="run"), script=script)
     assert f"script {other.__name__}, not {script.__name__}" in text
 
@@ -460,8 +474,8 @@ def truncated(content):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "foreign", "hostile", "other shapes", "numbers"])
-def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(script, damage, clean, capsys):
-    assert script.main(flags(script, out="run")) == 0
+def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(script, damage, clean, capsys, tmp_path_factory):
+    finished_run(script, clean / "run", tmp_path_factory)
     (clean / "run/result.json").unlink()
     file = clean / "run/checkpoint.pt"
     good = torch.load(file, weights_only=True)
@@ -482,7 +496,8 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(script, damage, clean
     assert "checkpoint.pt" in text and "delete that folder" in text and "--overwrite" in text
     assert file.read_bytes() == before
     assert not (clean / "opened").exists()
-    assert script.main([*flags(script, out="run"), "--overwrite"]) == 0
+    if damage == "truncated":
+        assert script.main([*flags(script, out="run"), "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
