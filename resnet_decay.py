@@ -579,6 +579,7 @@ def report(study: Study, results: list[dict]) -> None:
 
 
 SCRIPT = "resnet_decay"
+ELSEWHERE = ("root", "device", "out", "overwrite", "compile", "recipe", "model")  # not in config.json
 DONE = "per_epoch"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, --width or --image-size"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png")  # and config.json
@@ -645,9 +646,8 @@ def as_line(title: str, values: dict) -> str:
 
 def settings(config: Config) -> dict:
     """The script and its config as JSON holds them, less what does not decide the numbers or stands in other fields."""
-    elsewhere = ("root", "device", "out", "overwrite", "compile", "recipe", "model")
     fields = dataclasses.asdict(config).items()
-    held = {"script": SCRIPT} | {name: value for name, value in fields if name not in elsewhere}
+    held = {"script": SCRIPT} | {name: value for name, value in fields if name not in ELSEWHERE}
     if config.data not in RECIPE_OF:  # the same folder, however it is spelled
         held["data"] = str(Path(config.data).expanduser().resolve())
     return json.loads(json.dumps(held))

@@ -21,12 +21,16 @@ TINY = dict(
     epochs=2, warmup_epochs=1, limit=200, batch_size=50, width=16, depth=2, heads=2,
     decoder_width=16, decoder_depth=2, decoder_heads=2, patch_size=4, eval_every=0,
 )  # fmt: skip
+TINY_UVIT = dict(
+    epochs=2, warmup_steps=2, limit=200, batch_size=50, width=16, depth=2, heads=2, patch_size=4, eval_every=0,
+    sampler_steps=3, probe_times=(0.1, 0.3),
+)  # fmt: skip
 TINY_RESNET = dict(epochs=2, limit=200, batch_size=50, width=4, alpha_min=0.6, blocks=8, eval_every=0)
 
 
 def flags(script=None, /, **settings):
     """The script's smallest run, changed by `settings`, as command-line arguments; mae.py's for None."""
-    tiny = TINY_RESNET if script and script.__name__ == "resnet_decay" else TINY
+    tiny = {"resnet_decay": TINY_RESNET, "uvit": TINY_UVIT}.get(getattr(script, "__name__", None), TINY)
     arguments = []
     for name, value in {**tiny, **settings}.items():
         values = value if isinstance(value, tuple) else (value,)

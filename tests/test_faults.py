@@ -14,6 +14,7 @@ from conftest import ROOT, flags
 
 import mae
 import resnet_decay
+import uvit
 
 LONG = dict(epochs=10, batch_size=20, eval_every=4)  # 10 steps an epoch
 
@@ -43,7 +44,7 @@ def numbers(folder):
     return checkpoint["model"], result, records
 
 
-@pytest.mark.parametrize("script, kills", [(mae, 3), (resnet_decay, 1)])
+@pytest.mark.parametrize("script, kills", [(mae, 3), (resnet_decay, 1), (uvit, 1)])
 def test_kills_change_nothing(script, kills, clean):
     """SIGKILL at a random moment after the first epoch, and again after another: the same weights bit for bit."""
     whole = start(script, **LONG, out="whole")

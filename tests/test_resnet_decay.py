@@ -18,6 +18,7 @@ import mae
 import probe
 import rank
 import resnet_decay
+import uvit
 
 BLOCKS = st.integers(8, 16)
 ALPHAS = st.floats(0, 1)
@@ -626,7 +627,13 @@ COPIES = (
 
 @pytest.mark.parametrize("name", COPIES)
 def test_what_every_script_needs_is_the_same_text_in_each(name):
-    assert inspect.getsource(getattr(mae, name)) == inspect.getsource(getattr(resnet_decay, name))
+    for script in (resnet_decay, uvit):
+        assert inspect.getsource(getattr(mae, name)) == inspect.getsource(getattr(script, name))
+
+
+@pytest.mark.parametrize("name", ["patchify", "unpatchify", "start_run", "parse"])
+def test_what_only_the_transformers_need_is_the_same_text_in_both(name):
+    assert inspect.getsource(getattr(mae, name)) == inspect.getsource(getattr(uvit, name))
 
 
 def test_the_copies_behave_alike():

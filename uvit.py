@@ -1,0 +1,1265 @@
+"""Diffusion by a U-ViT with decayed identity shortcuts (Residual Connections Harm Generative Representation Learning).
+
+A ViT block adds its input to its output twice. Here the added input is weakened with depth, from the first block to the last:
+
+    x_{l+1} = α_l · x_l + f_l(x_l)                                (Eq. 3)   Block.forward
+    α_l     falls in equal steps from 1 to α_min                  (Eq. 5)   shortcut_weights
+
+A U-ViT (Bao et al. 2023) is a ViT over time, class and patches, all tokens alike, whose second half joins the outputs of
+its first half by long skips: so the deep layers can lose the pixels and still get them back. It learns to predict the
+noise in a noisy image,
+
+    x_t = exp(−½ ∫₀ᵗ β) x_0 + sqrt(1 − exp(−∫₀ᵗ β)) ε,   β(t) = 0.1 + 19.9 t,   0 ≤ t ≤ 1           perturb
+    loss = mean of (ε − ε_θ(x_t, t))²                                                                    train
+
+and images come out of noise by walking t from 1 back to 0 (euler_maruyama, probability_flow, dpm_solver).
+
+    python uvit.py --alpha-min 0.7                                # built-in digits, a laptop
+    python uvit.py --data cifar100 --alpha-min 0.7 --fid-samples 50000    # one GPU
+    python uvit.py --sample runs/uvit-digits-a0.7-s0 --n 64       # images from a finished run
+
+The first two train, draw samples, and say how good the features are: linear probe, k-NN and effective rank of every block
+at several noise levels (the paper's Table 4), beside raw pixels and the untrained network. The short recipes are not tuned
+yet: see the README.
+
+Shapes: b batch, n patches, e extra tokens (time, class), d width, p values in a patch, c channels, h and w pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from einops import rearrange
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import probe
+import rank
+from probe import BadInput
+
+# ---- Config ---------------------------------------------------------------------------------------------------------
+
+# One recipe per data set; a flag overrides its field. A folder of images takes "imagenet", or "latents" with a VAE.
+RECIPES = {
+    "digits": dict(
+        image_size=(16, 16), model="micro", patch_size=2, epochs=6, batch_size=64, lr=1e-3, betas=(0.9, 0.99),
+        warmup_steps=100, flip=False, eval_every=0, sample_every=2,
+    ),
+    "fashion-mnist": dict(
+        image_size=(28, 28), model="small", patch_size=2, epochs=400, batch_size=128, lr=2e-4, betas=(0.99, 0.999),
+        warmup_steps=2500, flip=True, eval_every=0, sample_every=20,
+    ),
+    "cifar": dict(  # Bao et al.'s, 500k steps
+        image_size=(32, 32), model="small", patch_size=2, epochs=1280, batch_size=128, lr=2e-4, betas=(0.99, 0.999),
+        warmup_steps=2500, flip=True, eval_every=0, sample_every=40,
+    ),
+    "imagenet": dict(  # Bao et al.'s for 64×64 pixels, 300k steps on ImageNet-100
+        image_size=(64, 64), model="mid", patch_size=4, epochs=2420, batch_size=1024, lr=3e-4, betas=(0.99, 0.99),
+        warmup_steps=5000, flip=True, eval_every=0, sample_every=100,
+    ),
+    "latents": dict(  # with --vae: Bao et al.'s for 256×256 pixels, 300k steps on ImageNet-100
+        image_size=(256, 256), model="mid", patch_size=2, epochs=2420, batch_size=1024, lr=3e-4, betas=(0.99, 0.99),
+        warmup_steps=5000, flip=True, eval_every=0, sample_every=100,
+    ),
+}  # fmt: skip
+RECIPES["mnist"] = RECIPES["fashion-mnist"] | {"flip": False}  # characters are not mirrored
+RECIPES["svhn"] = RECIPES["cifar"] | {"flip": False}
+RECIPE_OF = {name: name for name in ("digits", "mnist", "fashion-mnist", "svhn")}  # a named data set's recipe
+RECIPE_OF |= {"kmnist": "mnist", "cifar10": "cifar", "cifar100": "cifar", "stl10": "cifar"}
+MODELS = {  # width, depth, heads (Bao et al. 2023, Table 1)
+    "micro": (64, 4, 4),
+    "small": (512, 12, 8),
+    "mid": (768, 16, 12),
+    "large": (1024, 20, 16),
+}
+SAMPLERS = ("dpm-solver", "ode", "sde")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a U-ViT with decayed shortcuts to denoise, draw samples, and probe its features.
+
+    A field that is None takes the data set's recipe, or the named model's size.
+    """
+
+    data: str = "digits"  # digits (built in), a torchvision name, or a folder with train/<class>/* and val/<class>/*
+    root: str = "data"  # where named data sets and the cache of decoded images live
+    recipe: str | None = None  # digits, fashion-mnist, mnist, cifar, svhn, imagenet or latents; None: the data set's
+    vae: str | None = None  # diffusers' AutoencoderKL, by name or folder: train on its latents; None: on pixels
+    alpha_min: float | Literal["auto"] = 0.7  # weight of the last shortcut (paper Eq. 5, Table 4); auto: from the depth
+    conditional: bool = False  # tell the network the class
+    label_dropout: float = 0.1  # share of the labels that is hidden in training (conditional; Bao et al. 2023)
+
+    model: str | None = None  # sizes by name: micro, small, mid or large; patch_size is apart
+    image_size: tuple[int, ...] | int | None = None  # pixels: one number, or height and width
+    patch_size: int | None = None  # pixels, or places of the latents
+    width: int | None = None  # of the tokens
+    depth: int | None = None  # blocks, half of them down and half up, besides the middle one; two shortcuts each
+    heads: int | None = None  # attention heads
+
+    epochs: int | None = None  # passes over the training images
+    batch_size: int | None = None  # images per optimiser step
+    lr: float | None = None  # learning rate after the warm-up, constant (Bao et al.: 2e-4 for batches of 128)
+    warmup_steps: int | None = None  # linear warm-up
+    weight_decay: float = 0.03  # AdamW's (Bao et al.)
+    betas: tuple[float, float] | None = None  # AdamW's
+    clip_grad: float | None = None  # largest norm of the gradient; None: no clipping
+    accumulate: int = 1  # parts that a batch is split into, to save memory; the mathematics stays
+    ema: float = 0.9999  # decay of the weights' moving average, which samples and is probed (Bao et al.)
+    flip: bool | None = None  # mirror half of the images
+
+    sampler: str = "dpm-solver"  # dpm-solver (DPM-Solver++ 2M), ode (probability flow), sde (Euler–Maruyama)
+    sampler_steps: int | None = None  # network evaluations; None: 50 for dpm-solver, 1000 for the others
+    clip: bool = True  # keep the predicted x_0 in −1 … 1 while sampling pixels (Ho et al. 2020; Bao et al. do not)
+    guidance: float = 0.0  # ε_c + guidance · (ε_c − ε_0) (Bao et al.); 0: the conditional model as it is
+    fid_samples: int = 0  # images to draw for FID (50,000 for a paper's number); 0: none
+    fid_weights: str | None = None  # torch-fidelity's Inception weights in a file; None: downloaded
+    kid: bool = False  # also the kernel Inception distance of these images
+    precision_recall: bool = False  # also precision and recall (3 neighbours, in Inception's features)
+    probe_times: tuple[float, ...] = (0.05, 0.15, 0.3)  # noise levels t at which features are probed
+
+    eval_every: int | None = None  # epochs between probes; 0: only at the end
+    sample_every: int | None = None  # epochs between grids of samples; 0: only at the end
+    probe_limit: int = 130_000  # training images probed at most, evenly over the classes (ImageNet-100 has 126,689)
+    seed: int = 0  # decides everything
+    limit: int | None = None  # only the first N training images, evenly over the classes
+    skip_bad_images: bool = False  # go on without images that can't be read
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    bf16: bool = True  # bfloat16 on CUDA
+    compile: bool = False  # torch.compile the training step
+    out: str | None = None  # run folder; None: runs/uvit-<data>-a<alpha_min>-s<seed>
+    overwrite: bool = False  # start anew where the run folder holds another or a finished run
+
+    sample: str | None = None  # a run folder: draw images from it instead of training
+    n: int = 64  # images to draw with --sample
+    label: int | None = None  # their class, from 0 (conditional runs); None: all classes in turn
+
+    def __post_init__(self) -> None:
+        for name, table in (("recipe", RECIPES), ("model", MODELS), ("sampler", SAMPLERS)):
+            if getattr(self, name) not in (None, *table):
+                raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
+        recipe = RECIPES[self.recipe or ("latents" if self.vae else RECIPE_OF.get(self.data, "imagenet"))]
+        filled = {**recipe, **dict(zip(("width", "depth", "heads"), MODELS[self.model or recipe["model"]]))}
+        filled["sampler_steps"] = 50 if self.sampler == "dpm-solver" else 1000
+        for name, value in filled.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        size = (self.image_size,) if isinstance(self.image_size, int) else tuple(self.image_size)
+        object.__setattr__(self, "image_size", size * 2 if len(size) == 1 else size)
+        self._check()
+        if self.alpha_min == "auto":
+            object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth + 1), 4))
+
+    def _check(self) -> None:
+        """Raises ValueError for a value that can't be meant."""
+
+        sizes = ("patch_size", "width", "depth", "heads")
+        counts = ("epochs", "batch_size", "accumulate", "probe_limit", "limit", "lr", "clip_grad", "sampler_steps", "n")
+        for name in (*sizes, *counts):
+            value, limit = getattr(self, name), 2**16 if name in sizes else 2**31
+            if value is not None and not 0 < value < limit:
+                raise ValueError(f"{name} must be positive and below {limit}, not {value}")
+        size, patch = self.image_size, self.patch_size
+        if len(size) != 2 or not 1 <= min(size) <= max(size) < 2**16:
+            raise ValueError(
+                f"image_size must be one or two positive numbers, not {' '.join(map(str, size)) or 'none'}"
+            )
+        if not self.vae and (size[0] % patch or size[1] % patch):
+            raise ValueError(f"patch_size {patch} does not divide the image of {size[0]}x{size[1]} pixels")
+        if self.width % self.heads:
+            raise ValueError(f"heads {self.heads} does not divide width {self.width}")
+        if self.width % 2 or self.depth % 2:
+            name = "width" if self.width % 2 else "depth"
+            raise ValueError(f"{name} must be even, not {getattr(self, name)}")
+        if self.alpha_min != "auto" and not 0 <= self.alpha_min <= 1:
+            raise ValueError(f"alpha_min must lie in [0, 1], or be auto, not {self.alpha_min}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), not {self.betas[0]} {self.betas[1]}")
+        for name in ("ema", "label_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)}")
+        for name in ("eval_every", "sample_every", "warmup_steps", "fid_samples"):
+            if not 0 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.sampler_steps < 2:
+            raise ValueError(f"sampler_steps must be 2 or more, not {self.sampler_steps}")
+        if not -1 <= self.guidance < math.inf:
+            raise ValueError(f"guidance must be -1 or more, not {self.guidance}")
+        if self.guidance and not (self.conditional or self.sample):
+            raise ValueError(f"guidance {self.guidance} needs a network that knows classes: add --conditional")
+        if self.fid_samples == 1:
+            raise ValueError("fid_samples must be 0, or 2 or more, not 1")
+        if not self.fid_samples and (self.kid or self.precision_recall):
+            raise ValueError(
+                f"{'kid' if self.kid else 'precision_recall'} needs images: say how many with --fid-samples"
+            )
+        if not self.probe_times or not all(0 <= t <= 1 for t in self.probe_times):
+            raise ValueError(f"probe_times must lie in [0, 1], not {' '.join(map(str, self.probe_times)) or 'none'}")
+        if len(set(self.probe_times)) < len(self.probe_times):
+            raise ValueError(f"probe_times must differ, not {' '.join(map(str, self.probe_times))}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2^63), not {self.seed}")
+        if self.probe_limit < 2:
+            raise ValueError(f"probe_limit must be 2 or more, not {self.probe_limit}")
+        if self.accumulate > self.batch_size:
+            raise ValueError(f"accumulate {self.accumulate} is more than the {self.batch_size} images of a batch")
+        if self.label is not None and self.label < 0:
+            raise ValueError(f"label must not be negative, not {self.label}")
+
+    @property
+    def folder(self) -> Path:
+        data = self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
+        return Path(self.out or f"runs/uvit-{data}-a{self.alpha_min:g}-s{self.seed}").expanduser()
+
+
+# ---- Equations ------------------------------------------------------------------------------------------------------
+
+
+def shortcut_weights(depth: int, alpha_min: float) -> list[float]:
+    """Eq. 5, per shortcut: α = linspace(1, α_min, 2·(depth + 1)), attention and MLP of each block in turn.
+
+    Equal steps, both ends included, from the first block down over the middle one to the last block up.
+    """
+    return torch.linspace(1.0, alpha_min, 2 * (depth + 1), dtype=torch.float64).tolist()
+
+
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """(b, c, h, w) images to (b, n, p) patches, row by row; p = patch·patch·c."""
+    return rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=patch, q=patch)
+
+
+def unpatchify(patches: Tensor, patch: int, size: tuple[int, int]) -> Tensor:
+    """(b, n, p) patches back to (b, c, h, w) images of `size` pixels."""
+    return rearrange(patches, "b (h w) (p q c) -> b c (h p) (w q)", p=patch, q=patch, h=size[0] // patch)
+
+
+def time_embedding(t: Tensor, width: int) -> Tensor:
+    """Sine-cosine embedding (b, d) of 999·t, t (b,) in [0, 1]: cosines, then sines, of falling frequency."""
+    frequencies = torch.exp(-math.log(10000) * torch.arange(width // 2, device=t.device) / (width // 2))
+    angles = 999 * t.float()[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+# The variance-preserving diffusion: β(t) = 0.1 + 19.9 t (Song et al. 2021). Times are tensors, or float64 numbers.
+
+EARLIEST = 1e-3  # samplers walk from t = 1 to here, and then to 0 at once: the score has no limit at 0
+
+
+def beta(t: Tensor) -> Tensor:
+    """β(t) = 0.1 + 19.9 t."""
+    return 0.1 + 19.9 * t
+
+
+def signal_and_noise(t: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(−½ ∫₀ᵗ β), the share of x_0 in x_t, and sqrt(1 − exp(−∫₀ᵗ β)), the noise's deviation; ∫₀ᵗ β = 0.1 t + 9.95 t²."""
+    integral = 0.1 * t + 9.95 * t**2
+    return torch.exp(-0.5 * integral), torch.sqrt(-torch.expm1(-integral))
+
+
+def perturb(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """x_t = exp(−½ ∫β) x_0 + sqrt(1 − exp(−∫β)) ε; x and noise (b, c, h, w), t (b,)."""
+    signal, deviation = (factor[:, None, None, None] for factor in signal_and_noise(t))
+    return signal * x + deviation * noise
+
+
+def equal_steps(steps: int) -> list[Tensor]:
+    """`steps` times at which the network is asked, equally spaced from 1 to EARLIEST, and then 0."""
+    return [*torch.linspace(1, EARLIEST, steps, dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
+
+
+Predict = Callable[[Tensor, Tensor], Tensor]  # x_t (b, c, h, w) and t () to the noise in it
+
+
+def euler_maruyama(predict: Predict, x: Tensor, steps: int, noise: Callable[[int], Tensor]) -> Tensor:
+    """The reverse SDE in equal steps: dx = [−½ β x − β·score] dt + √β dw, score = −ε/σ; noise(i) is step i's."""
+    for i, (t, s) in enumerate(itertools.pairwise(equal_steps(steps))):
+        score = -predict(x, t) / signal_and_noise(t)[1].item()
+        x = x + beta(t).item() * (0.5 * x + score) * (t - s).item()
+        if s > 0:
+            x = x + (beta(t) * (t - s)).sqrt().item() * noise(i)
+    return x
+
+
+def probability_flow(predict: Predict, x: Tensor, steps: int) -> Tensor:
+    """The ODE with the same marginals in equal Euler steps: dx = [−½ β x − ½ β·score] dt."""
+    for t, s in itertools.pairwise(equal_steps(steps)):
+        score = -predict(x, t) / signal_and_noise(t)[1].item()
+        x = x + 0.5 * beta(t).item() * (x + score) * (t - s).item()
+    return x
+
+
+def dpm_solver(predict: Predict, x: Tensor, steps: int) -> Tensor:
+    """DPM-Solver++(2M) (Lu et al. 2022), in equal steps h of λ = log(signal/deviation); D extrapolates the prediction of x_0:
+
+    x_s = (σ_s/σ_t) x_t − signal_s (e^−h − 1) D,   D = x̂_0 + (x̂_0 − the last x̂_0) / 2r,   r = last h / h
+    """
+    ends = (torch.log(torch.divide(*signal_and_noise(torch.tensor(t, dtype=torch.float64)))) for t in (1.0, EARLIEST))
+    integral = torch.log1p(torch.exp(-2 * torch.linspace(*ends, steps, dtype=torch.float64)))  # of β, from λ
+    times = 2 * integral / (0.1 + torch.sqrt(0.01 + 4 * 9.95 * integral))  # the root of 9.95 t² + 0.1 t = integral
+    last = None
+    for t, s in itertools.pairwise([*times, torch.zeros((), dtype=torch.float64)]):
+        (signal_t, sigma_t), (signal_s, sigma_s) = signal_and_noise(t), signal_and_noise(s)
+        x_0 = (x - sigma_t.item() * predict(x, t)) / signal_t.item()
+        ratio = (sigma_s * signal_t / (sigma_t * signal_s)).item()  # e^−h; 0 in the last step, which goes to x̂_0
+        d = x_0 if last is None or ratio == 0 else x_0 + (x_0 - last) / 2  # r = 1: the steps are equal
+        x = (sigma_s / sigma_t).item() * x - signal_s.item() * (ratio - 1) * d
+        last = x_0
+    return x
+
+
+# ---- Model ----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention: tokens (b, n, d) to (b, n, d)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
+        return self.proj(rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block whose two shortcuts are weakened (Eq. 3): the paper's one change.
+
+    A block of the way up first joins the output of its mirror block to its input.
+    """
+
+    def __init__(
+        self, width: int, heads: int, alpha_attn: float = 1.0, alpha_mlp: float = 1.0, joins: bool = False
+    ) -> None:
+        super().__init__()
+        self.alpha_attn, self.alpha_mlp = alpha_attn, alpha_mlp
+        self.join = nn.Linear(2 * width, width) if joins else None
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        if self.join is not None:
+            x = self.join(torch.cat([x, skip], dim=-1))
+        x = torch.add(self.attn(self.norm1(x)), x, alpha=self.alpha_attn)  # α·x + f(x)
+        x = torch.add(self.mlp(self.norm2(x)), x, alpha=self.alpha_mlp)
+        return x
+
+
+class UViT(nn.Module):
+    """U-ViT (Bao et al. 2023) with decayed shortcuts: noisy images (b, c, h, w) and times (b,) to the noise in them.
+
+    With `classes` it also takes labels (b,); label `classes` stands for none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        channels: int = 3,
+        classes: int = 0,
+        generator: torch.Generator | None = None,
+        size: tuple[int, int] | None = None,  # where it is not the images', but their latents'
+    ) -> None:
+        super().__init__()
+        self.size, self.patch, self.classes = size or config.image_size, config.patch_size, classes
+        width, half = config.width, config.depth // 2
+        n = (self.size[0] // self.patch) * (self.size[1] // self.patch)
+        values = self.patch * self.patch * channels
+        self.extras = 2 if classes else 1
+
+        self.embed = nn.Linear(values, width)
+        self.label_embed = nn.Embedding(classes + 1, width) if classes else None
+        self.positions = nn.Parameter(torch.zeros(self.extras + n, width))
+        alphas = shortcut_weights(config.depth, config.alpha_min)
+        self.blocks = nn.ModuleList(  # down, the middle one, up
+            Block(width, config.heads, alphas[2 * l], alphas[2 * l + 1], joins=l > half)
+            for l in range(config.depth + 1)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, values)
+        self.smooth = nn.Conv2d(channels, channels, 3, padding=1)
+        self.initialize(generator)
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator | None) -> None:
+        """Bao et al.'s start, normals of 0.02 cut off at 2, but every branch ends in zeros."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.trunc_normal_(self.positions, std=0.02, generator=generator)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.weight, generator=generator)
+        for parameter in self.smooth.parameters():
+            bound = (9 * self.smooth.in_channels) ** -0.5
+            nn.init.uniform_(parameter, -bound, bound, generator=generator)
+        for block in self.blocks:
+            nn.init.zeros_(block.attn.proj.weight)
+            nn.init.zeros_(block.mlp[-1].weight)
+
+    def tokens(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Iterator[Tensor]:
+        """Tokens (b, e + n, d) after every block: time, class (if any), patches."""
+        patches = self.embed(patchify(x, self.patch))
+        extras = [time_embedding(t, patches.shape[-1])]
+        if self.label_embed is not None:
+            extras.append(self.label_embed(labels))
+        x = torch.cat([torch.stack(extras, dim=1).to(patches.dtype), patches], dim=1) + self.positions
+        skips = []
+        half = len(self.blocks) // 2
+        for l, block in enumerate(self.blocks):
+            x = block(x, skips.pop() if l > half else None)  # deepest first
+            if l < half:
+                skips.append(x)
+            yield x
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        *_, last = self.tokens(x, t, labels)
+        patches = self.head(self.norm(last))[:, self.extras :]
+        return self.smooth(unpatchify(patches, self.patch, self.size))
+
+
+# ---- Train ----------------------------------------------------------------------------------------------------------
+
+
+DIVERGED = "try a lower --lr, more --warmup-steps or a higher --alpha-min, with another --out or --overwrite"
+SAVE_SECONDS = 600  # a checkpoint after every epoch, and within epochs that take longer than this
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up to lr, then constant (Bao et al.)."""
+    return config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
+
+
+def ema_decay(config: Config, step: int) -> float:
+    """min(ema, (1 + step)/(10 + step)): the moving average forgets its random start."""
+    return min(config.ema, (1 + step) / (10 + step))
+
+
+def scaled(images: Tensor) -> Tensor:
+    """Pixels 0 … 255 to −1 … 1; latents are scaled already."""
+    return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
+
+
+def build(config: Config, shape: tuple[int, int, int], classes: int, device: torch.device) -> nn.ModuleDict:
+    """The untrained network that the seed decides, and the moving average of its weights, equal at the start.
+
+    `shape` (c, h, w) is that of what it denoises: images, or latents.
+    """
+    generator = generator_for("cpu", config.seed, "init")
+    model = UViT(config, shape[0], classes if config.conditional else 0, generator, shape[1:])
+    return nn.ModuleDict({"model": model, "ema": copy.deepcopy(model).requires_grad_(False)}).to(device)
+
+
+def mirrored(views: Tensor, flips: Tensor) -> Tensor:
+    """What the network sees of images (b, c, h, w) uint8, or of latents (b, 2, c, h, w), straight and mirrored."""
+    if views.ndim == 5:  # the latents of a mirrored image are not the mirrored latents
+        return scaled(views[torch.arange(len(views), device=views.device), flips.long()])
+    return scaled(torch.where(flips[:, None, None, None], views.flip(3), views))
+
+
+def train(config: Config) -> dict:
+    """Train, sample, probe, and leave everything in the run folder; returns what result.json holds.
+
+    A run that was killed goes on where it was; a finished one is not trained again, its result is returned. Raises
+    BadInput where the data, the device or the run folder can't be used, FloatingPointError where the loss is not finite.
+    """
+    device = choose_device(config.device)
+    saved, result = open_run(config)
+    if result:
+        print(f"{config.folder} is finished: its result is shown; --overwrite trains again")
+        return result
+    if config.fid_weights:
+        check_inception(config.fid_weights)
+    vae = load_vae(config.vae, device) if config.vae else None
+    root = Path(config.root).expanduser()
+    data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
+    n, channels = data.train.shape[:2]
+    inputs = encoded(vae, data, root) if vae else data  # what the network denoises: images, or latents
+    shape = inputs.train.shape[-3:]
+    if shape[1] % config.patch_size or shape[2] % config.patch_size:
+        raise BadInput(f"patch_size {config.patch_size} does not divide the latents of {shape[1]}x{shape[2]}")
+
+    models = build(config, shape, len(data.classes), device)
+    model, ema = models["model"], models["ema"]
+    parameters, averages = list(model.parameters()), list(ema.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters, betas=config.betas, weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda")
+    )
+    state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
+    state |= {"shape": tuple(shape), "records": []}  # records: what metrics.jsonl holds
+    start_run(config, saved, models, optimizer, state)
+
+    alphas = shortcut_weights(config.depth, config.alpha_min)
+    batch = min(config.batch_size, n)
+    print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
+    size = "x".join(map(str, (channels, *config.image_size)))
+    print(f"{config.data}: {n} train and {len(data.test)} test images of {size}")
+    print(
+        f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, {len(model.positions)} tokens, "
+        f"{len(alphas)} shortcuts from 1 to {alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}"
+    )
+    if batch < config.batch_size:
+        print(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
+    if 0 < config.fid_samples < 2048:
+        print(f"FID of {config.fid_samples} images says little: its bias falls with their number; take 2,048 or more")
+    if not state["baselines"]:
+        state["baselines"] = evaluate_baselines(ema, data, inputs, config)
+        save_checkpoint(config, models, optimizer, state)
+    for name, scores in state["baselines"].items():
+        print(as_line(f"baseline {name}", scores))
+
+    images, labels = resident(inputs.train, device), data.train_labels
+    network = torch.compile(model) if config.compile else model
+    steps_per_epoch = math.ceil(n / batch)
+    steps = config.epochs * steps_per_epoch
+    bar = tqdm(total=steps, initial=state["step"], desc="training", unit=" steps", disable=None)
+    loss_sum = torch.tensor(state["loss_sum"], device=device)  # over the steps of this epoch
+    order, seen, started = None, 0, time.monotonic()
+    for step in range(state["step"], steps):
+        epoch, i = divmod(step, steps_per_epoch)
+        if order is None or i == 0:
+            order = torch.randperm(n, generator=generator_for("cpu", config.seed, "order", epoch)).split(batch)
+        generator = generator_for(device, config.seed, "step", step)
+        views = images[order[i].to(images.device)].to(device)
+        flips = torch.rand(len(views), generator=generator, device=device) < (0.5 if config.flip else 0.0)
+        views = mirrored(views, flips)
+        t = 1 - torch.rand(len(views), generator=generator, device=device)  # in (0, 1]: 1 is where sampling begins
+        noise = torch.randn(views.shape, generator=generator, device=device)
+        truth = None
+        if config.conditional:
+            hidden = torch.rand(len(views), generator=generator, device=device) < config.label_dropout
+            truth = torch.where(hidden, model.classes, labels[order[i]].to(device))
+
+        for part in torch.arange(len(views), device=device).chunk(config.accumulate):
+            noisy = perturb(views[part], noise[part], t[part])
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
+                predicted = network(noisy, t[part], truth[part] if truth is not None else None)
+            loss = F.mse_loss(predicted.float(), noise[part]) * (len(part) / len(views))
+            loss.backward()
+            loss_sum += loss.detach()
+        if config.clip_grad is not None:
+            nn.utils.clip_grad_norm_(parameters, config.clip_grad)
+        lr = learning_rate(config, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, parameters, 1 - ema_decay(config, step))
+
+        bar.update()
+        seen += len(views)
+        last_of_epoch = i == steps_per_epoch - 1
+        if not last_of_epoch and step % 20:
+            continue
+        mean_loss, seconds = loss_sum.item() / (i + 1), time.monotonic() - started
+        bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
+        if not math.isfinite(mean_loss):
+            raise FloatingPointError(
+                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
+            )
+        if not last_of_epoch and seconds < SAVE_SECONDS:
+            continue
+        state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
+        state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
+        if last_of_epoch:
+            record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
+            record["images_per_second"] = seen / seconds
+            due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
+            scores = evaluate(ema, inputs, config) if due else {}
+            with bar.external_write_mode():
+                print(as_line("train", record), *([as_line("eval", scores)] if due else []), sep="\n", flush=True)
+            state["records"].append(record | scores)
+            log(config, record | scores)
+            loss_sum.zero_()
+            if config.sample_every and (epoch + 1) % config.sample_every == 0:
+                draw_samples(config, sample(ema, config, 64, vae=vae))
+        save_checkpoint(config, models, optimizer, state)
+        seen, started = 0, time.monotonic()
+    bar.close()
+
+    records = state["records"]
+    draw_curves(config, records)
+    draw_samples(config, sample(ema, config, 64, vae=vae))
+    quality = generation_quality(ema, data, config, vae) if config.fid_samples else dict.fromkeys(QUALITY)
+    result = {
+        "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
+        "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
+        "seconds": state["seconds"], "images_per_second": state["images"] / max(state["seconds"], 1e-9),
+        "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
+        **quality, **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
+    }  # fmt: skip
+    write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    return result
+
+
+# ---- Sample ---------------------------------------------------------------------------------------------------------
+
+
+def image_noise(shape: tuple[int, ...], first: int, count: int, device: torch.device, *key: object) -> Tensor:
+    """Standard normal noise (count, *shape) for images number `first` and on: an image's is its own, whatever the batch."""
+    block = 64  # images whose noise is drawn at once
+    numbers = range(first // block, (first + count - 1) // block + 1)
+    drawn = [torch.randn(block, *shape, generator=generator_for(device, *key, i), device=device) for i in numbers]
+    return torch.cat(drawn)[first % block :][:count]
+
+
+@torch.no_grad()
+def sample(
+    model: UViT,
+    config: Config,
+    count: int,
+    label: int | None = None,
+    batch_size: int = 256,
+    vae: nn.Module | None = None,
+) -> Tensor:
+    """`count` images (count, c, h, w) uint8 by the config's sampler, steps, guidance and seed; classes in turn, or `label`.
+
+    An image's noise is its own: neither `count` nor `batch_size` changes it. Latents are decoded by `vae`.
+    """
+    device, channels = model.positions.device, model.smooth.in_channels
+    shape = (channels, *model.size)
+    finished = []
+    bar = tqdm(range(0, count, batch_size), "sampling", unit=" batches", leave=False, disable=None)
+    for first in bar:
+        size = min(batch_size, count - first)
+        labels = None
+        if model.classes:
+            turn = torch.arange(first, first + size, device=device) % model.classes
+            labels = turn if label is None else torch.full_like(turn, label)
+        noise = partial(image_noise, shape, first, size, device, config.seed, "sample")
+
+        def predict(x: Tensor, t: Tensor) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
+                predicted = guided(model, x, t.float().to(device).expand(len(x)), labels, config.guidance).float()
+            return clipped(x, predicted, t) if config.clip and vae is None else predicted
+
+        if config.sampler == "sde":
+            x = euler_maruyama(predict, noise("start"), config.sampler_steps, noise)
+        else:
+            solver = dpm_solver if config.sampler == "dpm-solver" else probability_flow
+            x = solver(predict, noise("start"), config.sampler_steps)
+        x = decode(vae, x) if vae else x
+        finished.append(((x.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
+    return torch.cat(finished)
+
+
+def guided(model: UViT, x: Tensor, t: Tensor, labels: Tensor | None, guidance: float) -> Tensor:
+    """Classifier-free guidance in U-ViT's convention, ε_c + guidance · (ε_c − ε_0), on all channels; 0: ε_c itself."""
+    conditional = model(x, t, labels)
+    if guidance == 0:
+        return conditional
+    return conditional + guidance * (conditional - model(x, t, torch.full_like(labels, model.classes)))
+
+
+def clipped(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """The noise that x_t holds if the x_0 that `noise` implies is cut off at −1 and 1.
+
+    Near t = 1 an error of the network stands in x_0 a hundred times enlarged; an image can't be so large.
+    """
+    signal, deviation = (factor.item() for factor in signal_and_noise(t))
+    x_0 = ((x - deviation * noise) / signal).clamp(-1, 1)
+    return (x - signal * x_0) / deviation
+
+
+def draw_samples(config: Config, images: Tensor, name: str = "samples.png") -> None:
+    """A grid of sampled images, as many rows as columns; the same noise at every call, and at every α_min."""
+    from torchvision.transforms.functional import to_pil_image  # here, as they take a second
+    from torchvision.utils import make_grid
+
+    file = io.BytesIO()
+    grid = make_grid(images, nrow=math.ceil(len(images) ** 0.5), padding=1, pad_value=128)
+    grid = grid.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)  # small pictures, twice as large
+    to_pil_image(grid).save(file, format="png")
+    write_whole(config.folder / name, file.getbuffer())
+
+
+# ---- Latents --------------------------------------------------------------------------------------------------------
+
+
+def load_vae(name: str, device: torch.device) -> nn.Module:
+    """diffusers' AutoencoderKL of that name or folder, from safetensors alone, in eval mode. Raises BadInput."""
+    if Path(name).expanduser().is_dir():
+        name = str(Path(name).expanduser())
+    elif name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise BadInput(f"vae {name!r} is no folder, and no name of a VAE such as stabilityai/sd-vae-ft-ema")
+    try:
+        from diffusers import AutoencoderKL
+    except ImportError as error:
+        raise BadInput(f"vae {name} needs diffusers: pip install diffusers") from error
+    try:
+        vae = AutoencoderKL.from_pretrained(name, use_safetensors=True, low_cpu_mem_usage=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120]
+        raise BadInput(f"vae {name!r} can't be loaded as diffusers' AutoencoderKL ({reason})") from error
+    return vae.to(device).eval().requires_grad_(False)
+
+
+def encode(vae: nn.Module, images: Tensor) -> Tensor:
+    """uint8 images (b, c, h, w), grey ones as RGB, to latents: the posterior's mean, scaled as the VAE's config says."""
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    posterior = vae.encode(scaled(images).expand(-1, 3, -1, -1)).latent_dist
+    return (posterior.mode() - shift) * vae.config.scaling_factor
+
+
+def decode(vae: nn.Module, latents: Tensor) -> Tensor:
+    """Latents to images (b, 3, h, w) in −1 … 1."""
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    return torch.cat([vae.decode(part / vae.config.scaling_factor + shift).sample for part in latents.split(16)])
+
+
+@torch.no_grad()
+def encoded(vae: nn.Module, data: probe.Images, root: Path) -> probe.Images:
+    """The data set in latents, float16: train (n, 2, c, h, w) straight and mirrored, test (n, c, h, w).
+
+    Encoded once, into a cache under `root`, whose name is a hash of the images and of the VAE's weights.
+    """
+    device = next(vae.parameters()).device
+    weights = hashlib.sha256(repr((vae.config.scaling_factor, getattr(vae.config, "shift_factor", None))).encode())
+    for values in vae.state_dict().values():
+        weights.update(values.cpu().contiguous().numpy().tobytes())
+    latents = {}
+    for split, images, views in (("train", data.train, 2), ("test", data.test, 1)):
+        key = weights.copy()
+        key.update(repr((tuple(images.shape), views)).encode())
+        for part in images.split(1000):
+            key.update(part.contiguous().numpy().tobytes())
+        file = root / "cache" / f"latents-{key.hexdigest()[:20]}.npy"
+        try:
+            latents[split] = torch.from_numpy(np.load(file, mmap_mode="c"))
+        except (OSError, ValueError, EOFError):
+            encode_into(file, vae, images, views, device)
+            latents[split] = torch.from_numpy(np.load(file, mmap_mode="c"))
+    return dataclasses.replace(data, train=latents["train"], test=latents["test"][:, 0])
+
+
+def encode_into(file: Path, vae: nn.Module, images: Tensor, views: int, device: torch.device) -> None:
+    """Write latents (n, views, c, h, w) of the images as they are, and mirrored as the second view, whole or not at all."""
+    partial_file = file.with_suffix(f".{os.getpid()}.tmp")
+    shape = encode(vae, images[:1].to(device)).shape[1:]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = np.lib.format.open_memmap(partial_file, mode="w+", dtype=np.float16, shape=(len(images), views, *shape))
+        bar = tqdm(range(0, len(images), 32), "encoding", unit=" batches", leave=False, disable=None)
+        for first in bar:
+            part = images[first : first + 32].to(device)
+            for view, seen in enumerate((part, part.flip(3))[:views]):
+                held[first : first + 32, view] = encode(vae, seen).half().cpu().numpy()
+        held.flush()
+        os.replace(partial_file, file)
+    except OSError as error:
+        raise BadInput(f"can't write the cache of latents to {file.parent} ({error}): name a --root") from error
+    finally:
+        partial_file.unlink(missing_ok=True)
+
+
+# ---- Evaluate -------------------------------------------------------------------------------------------------------
+
+SCORES = (
+    "linear",
+    "knn_weighted",
+    "knn_majority",
+    "effective_rank",
+    "exp_effective_rank",
+    "best_layer",
+    "best_time",
+    "per_layer",
+)
+QUALITY = ("fid", "kid", "precision", "recall", "fid_samples", "sampler", "sampler_steps", "guidance")
+
+
+def evaluate(model: UViT, data: probe.Images, config: Config) -> dict:
+    """SCORES of every block at every noise level (`per_layer`), and of the place that held-out accuracy chooses (Table 4).
+
+    Features are the mean of a noisy image's patch tokens, the class not told. Accuracies in percent on test; effective
+    rank (Eq. 6) of the test features, and exp of it; `norm` is their mean length.
+    """
+    device = model.positions.device
+    chosen = probe.evenly(data.train_labels, config.probe_limit)
+    places = []
+    for t in config.probe_times:
+
+        def layer_tokens(images: Tensor) -> Iterator[Tensor]:
+            times = torch.full((len(images),), t, device=device)
+            x = scaled(images)
+            x = perturb(x, torch.randn(x.shape, generator=noise, device=device), times)
+            labels = torch.full((len(x),), model.classes, device=device) if model.classes else None
+            return (tokens[:, model.extras :] for tokens in model.tokens(x, times, labels))
+
+        extract = partial(probe.features, model, layer_tokens, device=device, pools=["mean"])
+        noise = generator_for(device, config.seed, "probe train", t)
+        straight = data.train if data.train.ndim == 4 else data.train[:, 0]  # of latents, those not mirrored
+        train = extract(straight, index=chosen)["mean"]  # (n, l, d)
+        noise = generator_for(device, config.seed, "probe test", t)
+        test = extract(data.test)["mean"]
+        if not all(torch.isfinite(x).all() for x in (train, test)):
+            raise FloatingPointError(f"the features are not finite: {DIVERGED}")
+        layers = probe.evaluate_layers(train, data.train_labels[chosen], test, data.test_labels, config.seed)
+        for i, layer in enumerate(layers):
+            entropy = rank.effective_rank(test[:, i])
+            layer |= {"layer": i + 1, "time": t, "effective_rank": entropy, "exp_effective_rank": math.exp(entropy)}
+            layer["norm"] = test[:, i].norm(dim=1).mean().item()
+        places += layers
+    best = places[probe.best_layer(places) - 1]
+    scores = {name: best[name] for name in SCORES if name in best}
+    return scores | {"best_layer": best["layer"], "best_time": best["time"], "per_layer": places}
+
+
+def evaluate_baselines(model: UViT, data: probe.Images, inputs: probe.Images, config: Config) -> dict:
+    """What the trained features must beat, probed alike: raw pixels (of at most 32×32) and the untrained network."""
+    size = tuple(min(side, 32) for side in config.image_size)
+
+    def pixels(images: Tensor) -> Iterator[Tensor]:
+        yield probe.fit(images, size).flatten(1)[:, None] / 255  # one token for the image
+
+    chosen = probe.evenly(data.train_labels, config.probe_limit)
+    extract = partial(probe.features, model, pixels, device=model.positions.device, pools=["mean"])
+    train, test = extract(data.train, index=chosen)["mean"], extract(data.test)["mean"]
+    (raw,) = probe.evaluate_layers(train, data.train_labels[chosen], test, data.test_labels, config.seed)
+    both = {"pixels": raw, "untrained": evaluate(model, inputs, config)}
+    return {name: {key: scores[key] for key in ("linear", "knn_weighted")} for name, scores in both.items()}
+
+
+INCEPTION = "torch-fidelity's weights-inception-2015-12-05-6726825d.pth"
+
+
+def check_inception(path: str) -> None:
+    """Raises BadInput unless the file holds tensors under the names of torch-fidelity's Inception, and no code to run.
+
+    torch-fidelity itself would unpickle whatever the file holds.
+    """
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        known = {"Conv2d_1a_3x3.conv.weight", "Mixed_7c.branch_pool.conv.weight", "fc.weight"} <= weights.keys()
+    except Exception as error:
+        raise BadInput(
+            f"fid_weights {path!r} can't be read as weights ({type(error).__name__}): use {INCEPTION}"
+        ) from error
+    if not known:
+        raise BadInput(f"fid_weights {path!r} does not hold Inception: use {INCEPTION}")
+
+
+def generation_quality(model: UViT, data: probe.Images, config: Config, vae: nn.Module | None = None) -> dict:
+    """QUALITY of exactly `fid_samples` sampled images against train, by torch-fidelity; None where it was not asked for.
+
+    Without Inception's weights a line says so and all is None.
+    """
+    how = {name: getattr(config, name) for name in ("fid_samples", "sampler", "sampler_steps", "guidance")}
+    nothing = dict.fromkeys(QUALITY) | how
+    try:
+        from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
+        from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
+        from torch_fidelity.metric_prc import calculate_precision_recall_part
+        from torch_fidelity.utils import create_feature_extractor
+    except ImportError:
+        print("FID is left out: it needs torch-fidelity (pip install torch-fidelity)")
+        return nothing
+    try:
+        extractor = create_feature_extractor(
+            "inception-v3-compat", ["2048"], cuda=model.positions.is_cuda, verbose=False,
+            feature_extractor_weights_path=config.fid_weights,
+        )  # fmt: skip
+    except Exception as error:
+        if config.fid_weights:
+            raise BadInput(
+                f"fid_weights {config.fid_weights!r} is not torch-fidelity's Inception: {INCEPTION}"
+            ) from error
+        print(
+            f"FID is left out: Inception's weights can't be downloaded; name their file with --fid-weights ({INCEPTION})"
+        )
+        return nothing
+    real = reference_features(extractor, data.train, Path(config.root).expanduser() / "cache")
+    fake = inception_features(extractor, sample(model, config, config.fid_samples, vae=vae))
+    statistics = (fid_features_to_statistics(features.double()) for features in (fake, real))
+    found = nothing | {"fid": fid_statistics_to_metric(*statistics, False)[KEY_METRIC_FID]}
+    if config.kid:
+        size = min(1000, len(fake), len(real))
+        found["kid"] = kid_features_to_metric(fake, real, kid_subset_size=size, verbose=False)[KEY_METRIC_KID_MEAN]
+    if config.precision_recall:
+        found["precision"], found["recall"] = calculate_precision_recall_part(fake, real)
+    return found
+
+
+def inception_features(extractor: nn.Module, images: Tensor) -> Tensor:
+    """Inception's features (n, 2048) of uint8 images (n, c, h, w), grey ones as RGB, on the CPU."""
+    device = next(iter(extractor.state_dict().values())).device
+    features = []
+    for part in tqdm(images.split(50), "Inception", unit=" batches", leave=False, disable=None):
+        features += [found.cpu() for found in extractor(part.to(device).expand(-1, 3, -1, -1).contiguous())]
+    return torch.cat(features)
+
+
+def reference_features(extractor: nn.Module, images: Tensor, cache: Path) -> Tensor:
+    """inception_features of the train images, from the cache: its key is their content and size and the extractor's weights."""
+    key = hashlib.sha256(repr(tuple(images.shape)).encode())
+    for part in (*images.split(1000), *extractor.state_dict().values()):
+        key.update(part.cpu().contiguous().numpy().tobytes())
+    file = cache / f"inception-{key.hexdigest()[:20]}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        return torch.from_numpy(np.load(file, allow_pickle=False))
+    features = inception_features(extractor, images)
+    content = io.BytesIO()
+    np.save(content, features.numpy())
+    cache.mkdir(parents=True, exist_ok=True)
+    write_whole(file, content.getbuffer())
+    return features
+
+
+def draw_curves(config: Config, records: list[dict]) -> None:
+    """curves.png: loss by epoch; probe.png: linear probe and effective rank of every block at every noise level."""
+    from matplotlib.figure import Figure  # here, as it takes a second
+
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axis = figure.subplots()
+    axis.plot([r["epoch"] for r in records], [r["loss"] for r in records], marker=".")
+    axis.set(title="loss", xlabel="epoch")
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    save_figure(config.folder / "curves.png", figure)
+
+    places = [record for record in records if "per_layer" in record][-1]["per_layer"]
+    blocks, times = config.depth + 1, config.probe_times
+    figure = Figure(figsize=(2.5 + 0.6 * blocks, 1.5 + 0.8 * len(times)), layout="constrained")
+    for axis, (name, title) in zip(
+        figure.subplots(2, 1),
+        {"linear": "linear probe, test accuracy (%)", "effective_rank": "effective rank (Eq. 6)"}.items(),
+    ):
+        values = [[place[name] for place in places if place["time"] == t] for t in times]
+        axis.imshow(values, aspect="auto")
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                axis.text(j, i, f"{value:.3g}", ha="center", va="center", color="white", fontsize=7)
+        axis.set(title=title, xlabel="block", ylabel="t")
+        axis.set_xticks(range(blocks), range(1, blocks + 1))
+        axis.set_yticks(range(len(times)), times)
+    save_figure(config.folder / "probe.png", figure)
+
+
+def report(result: dict, config: Config) -> None:
+    """Print a row a place, the best by held-out accuracy marked, one greppable line, and what it all amounts to."""
+    names = ("linear", "held_out", "knn_weighted", "knn_majority", "effective_rank", "exp_effective_rank", "norm")
+    print("block    t " + "".join(f"{name:>20}" for name in names))
+    for place in result["per_layer"]:
+        best = (place["layer"], place["time"]) == (result["best_layer"], result["best_time"])
+        numbers = "".join(f"{place[name]:>20.4g}" for name in names)
+        print(f"{place['layer']:>4}{'*' if best else ' '}{place['time']:>5g} {numbers}")
+    print("* best place, chosen by held_out: a tenth of train that its probe did not see")
+    print(as_line("result", {k: v for k, v in result.items() if isinstance(v, (int, float))}))
+    scores = {**result["baselines"], f"trained, block {result['best_layer']}, t {result['best_time']:g}": result}
+    for name, score in scores.items():
+        print(f"{name:>24}: linear {score['linear']:.1f} %, k-NN {score['knn_weighted']:.1f} %")
+    if result["fid"] is not None:
+        print(f"FID {result['fid']:.2f} ({as_line('', {k: v for k, v in result.items() if k in QUALITY[1:]}).strip()})")
+    print(f"pictures, metrics.jsonl, checkpoint.pt and result.json are in {config.folder}", flush=True)
+
+
+def draw_from(config: Config) -> None:
+    """`--sample RUN`: n images from a finished run's averaged weights, as RUN/samples-<how>.png.
+
+    Raises BadInput where the folder is not a uvit.py run with a checkpoint, or its network does not know classes.
+    """
+    folder, device = Path(config.sample).expanduser(), choose_device(config.device)
+    held = read_json(folder / "config.json")
+    if not isinstance(held, dict) or held.get("script") != SCRIPT:
+        raise BadInput(f"sample {config.sample!r} is not the folder of a {SCRIPT}.py run")
+    if not held.get("conditional") and (config.guidance or config.label is not None):
+        what = f"guidance {config.guidance}" if config.guidance else f"label {config.label}"
+        raise BadInput(f"{what} needs a network that knows classes, and {folder} was trained without --conditional")
+    how = ("sampler", "sampler_steps", "guidance", "clip", "seed", "device", "bf16")
+    asked = {name: getattr(config, name) for name in how}
+    try:
+        names = {field.name for field in dataclasses.fields(Config)}
+        tuples = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in held.items() if name in names
+        }
+        run = Config(**tuples | asked | {"out": str(folder)})
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        weights, shape = saved["model"], saved["state"]["shape"]
+        classes = len(weights["ema.label_embed.weight"]) - 1 if run.conditional else 0
+        models = build(run, shape, classes, device)
+        models.load_state_dict(weights)
+    except Exception as error:
+        raise BadInput(f"{folder} does not hold a whole run: {' '.join(str(error).split())[:150]}") from error
+    if config.label is not None and config.label >= classes:
+        raise BadInput(f"label {config.label} is not a class of {folder}, which knows 0 to {classes - 1}")
+    vae = load_vae(run.vae, device) if run.vae else None
+    images = sample(models["ema"], run, config.n, config.label, vae=vae)
+    name = f"samples-{run.sampler}-{run.sampler_steps}-g{run.guidance:g}-s{run.seed}-n{config.n}"
+    name += "" if config.label is None else f"-class{config.label}"
+    draw_samples(run, images, f"{name}.png")
+    print(f"{config.n} images by {run.sampler} in {run.sampler_steps} steps: {folder / name}.png")
+
+
+# ---- Plumbing -------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = "uvit"
+ELSEWHERE = (
+    "root",
+    "device",
+    "out",
+    "overwrite",
+    "compile",
+    "recipe",
+    "model",
+    "sample",
+    "n",
+    "label",
+)  # not in config.json
+DONE = "per_layer"  # what a finished result.json has
+SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"
+FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "probe.png", "samples.png")  # and config.json
+ANEW = "delete that folder, name another --out, or --overwrite to start anew"
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; auto takes CUDA, then MPS, then the CPU. Raises BadInput where there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BadInput(f"device {name!r} can't be used here: use auto, cpu, cuda, cuda:1 or mps") from error
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the run says that it ran on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def generator_for(device: torch.device | str, *key: object) -> torch.Generator:
+    """A random stream of its own for every key, so that a run can go on at any step without saved random states."""
+    return torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def resident(images: Tensor, device: torch.device) -> Tensor:
+    """The training images on the GPU where they take less than a third of its free memory, else as they are."""
+    fits = device.type == "cuda" and images.nbytes < torch.cuda.mem_get_info(device)[0] / 3
+    return images.to(device) if fits else images
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes: the most that CUDA held, or that this process held; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def as_line(title: str, values: dict) -> str:
+    """One greppable line: title name=value name=value …"""
+    numbers = ((name, value) for name, value in values.items() if not isinstance(value, (list, dict)))
+    return title + "".join(f" {name}={value:.5g}" for name, value in numbers)
+
+
+def settings(config: Config) -> dict:
+    """The script and its config as JSON holds them, less what does not decide the numbers or stands in other fields."""
+    fields = dataclasses.asdict(config).items()
+    held = {"script": SCRIPT} | {name: value for name, value in fields if name not in ELSEWHERE}
+    if config.data not in RECIPE_OF:  # the same folder, however it is spelled
+        held["data"] = str(Path(config.data).expanduser().resolve())
+    return json.loads(json.dumps(held))
+
+
+def open_run(config: Config) -> tuple[dict | None, dict | None]:
+    """The checkpoint and the result that the run folder holds, each None where there is none.
+
+    Raises BadInput if the folder can't be written, or holds anything else than this very run.
+    """
+    folder, file = config.folder, config.folder / "checkpoint.pt"
+    try:
+        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise BadInput(f"can't use the run folder {str(folder)[:200]}: {error.strerror}") from error
+    if names:
+        before, now = read_json(folder / "config.json"), settings(config)
+        if not isinstance(before, dict) or "alpha_min" not in before:
+            raise BadInput(f"{folder} is not empty and not a run's folder: name another with --out")
+        differing = [name for name in now if before.get(name) != now[name]]
+        if differing and not config.overwrite:
+            name = differing[0]
+            raise BadInput(
+                f"{folder} holds a run with {name} {before.get(name)}, not {now[name]}: name another --out, or --overwrite "
+                "to discard it"
+            )
+        result = read_json(folder / "result.json")
+        if not config.overwrite and isinstance(result, dict) and result.get("script") == SCRIPT and DONE in result:
+            return None, result
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise BadInput(f"can't write the run folder {folder}: {existing} is not a folder that can be written to")
+    if config.overwrite or not file.exists():
+        return None, None
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        differing = saved["config"] != settings(config)
+    except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
+        raise BadInput(f"{file} is damaged or not a checkpoint of {SCRIPT}.py: {ANEW}") from error
+    if differing:
+        raise BadInput(f"{file} is of a run with other settings: {ANEW}")
+    return saved, None
+
+
+def start_run(
+    config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict
+) -> None:
+    """Make the run folder, or fill model, optimizer and state from the saved checkpoint."""
+    folder = config.folder
+    if saved:
+        try:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            found = {name: type(value)(saved["state"][name]) for name, value in state.items()}
+            whole = found["step"] >= 0 and all(len(scores) == 2 for scores in found["baselines"].values())
+            whole = whole and all({"epoch", "loss"} <= record.keys() for record in found["records"])
+        except Exception as error:  # whatever a file with the right names and the wrong things in it leads to
+            raise BadInput(f"{folder}/checkpoint.pt does not fit the model: {ANEW}") from error
+        if not whole:
+            raise BadInput(f"{folder}/checkpoint.pt is damaged: {ANEW}")
+        if found["train_images"] != state["train_images"]:
+            raise BadInput(
+                f"{folder} holds a run on {found['train_images']} training images, and {config.data} now has "
+                f"{state['train_images']}: {ANEW}"
+            )
+        state |= found
+        print(f"going on at step {state['step']}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if config.overwrite:
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
+        write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
+        lines = [json.dumps(record) + "\n" for record in state["records"]]
+        write_whole(folder / "metrics.jsonl", "".join(lines).encode())
+    except OSError as error:
+        raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
+
+
+def save_checkpoint(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Everything that is needed to go on: tensors, numbers and text only."""
+    file = io.BytesIO()
+    saved = {"config": settings(config), "state": state}
+    torch.save(saved | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    write_whole(config.folder / "checkpoint.pt", file.getbuffer())
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """The file is written whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def save_figure(path: Path, figure: object) -> None:
+    """A matplotlib figure as PNG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    write_whole(path, file.getbuffer())
+
+
+def log(config: Config, record: dict) -> None:
+    """Append one line to metrics.jsonl; the checkpoint holds the records too."""
+    with open(config.folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_json(source: Path | str) -> object:
+    """A file's or a line's JSON; None if it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(source.read_text() if isinstance(source, Path) else source)
+
+
+def parse(arguments: list[str] | None = None) -> Config:
+    """The command line as a Config; tyro's boxed complaints become one line. Raises BadInput."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(Config, args=arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        _, *rows = (row.strip(" │") for row in complaint.getvalue().splitlines())  # a title, then what is wrong
+        between_rules = itertools.groupby(rows, lambda row: not row.strip("╰─╯-"))
+        wrong = next(list(group) for rule, group in between_rules if not rule)
+        text = " ".join(" ".join(wrong).split())
+        text = text.removeprefix("Error parsing Config: ").split(" Got errors:")[0]
+        raise BadInput(f"{text} (--help lists every flag)") from None
+
+
+# ---- main -----------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
+    try:
+        config = parse(arguments)
+        if config.sample:
+            draw_from(config)
+        else:
+            report(train(config), config)
+        return 0
+    except BadInput as error:
+        print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        print(f"{SCRIPT}.py: out of memory: {SMALLER}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # nobody reads on: python mae.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, most often
+        print(f"{SCRIPT}.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
+        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
