@@ -19,8 +19,7 @@ and images come out of noise by walking t from 1 back to 0 (euler_maruyama, prob
     python uvit.py --sample runs/uvit-digits-a0.7-s0 --n 64       # images from a finished run
 
 The first two train, draw samples, and say how good the features are: linear probe, k-NN and effective rank of every block
-at several noise levels (the paper's Table 4), beside raw pixels and the untrained network. The short recipes are not tuned
-yet: see the README.
+at several noise levels (the paper's Table 4), beside raw pixels and the untrained network. README: what was measured.
 
 Shapes: b batch, n patches, e extra tokens (time, class), d width, p values in a patch, c channels, h and w pixels.
 """
@@ -62,24 +61,24 @@ from probe import BadInput
 # One recipe per data set; a flag overrides its field. A folder of images takes "imagenet", or "latents" with a VAE.
 RECIPES = {
     "digits": dict(
-        image_size=(16, 16), model="micro", patch_size=2, epochs=6, batch_size=64, lr=1e-3, betas=(0.9, 0.99),
-        warmup_steps=100, flip=False, eval_every=0, sample_every=2,
+        image_size=(16, 16), model="micro", patch_size=4, epochs=15, batch_size=64, lr=3e-3, betas=(0.9, 0.99),
+        warmup_steps=100, flip=False, eval_every=0, sample_every=8, sampler="sde",
     ),
     "fashion-mnist": dict(
         image_size=(28, 28), model="small", patch_size=2, epochs=400, batch_size=128, lr=2e-4, betas=(0.99, 0.999),
-        warmup_steps=2500, flip=True, eval_every=0, sample_every=20,
+        warmup_steps=2500, flip=True, eval_every=0, sample_every=20, sampler="dpm-solver",
     ),
     "cifar": dict(  # Bao et al.'s, 500k steps
         image_size=(32, 32), model="small", patch_size=2, epochs=1280, batch_size=128, lr=2e-4, betas=(0.99, 0.999),
-        warmup_steps=2500, flip=True, eval_every=0, sample_every=40,
+        warmup_steps=2500, flip=True, eval_every=0, sample_every=40, sampler="dpm-solver",
     ),
     "imagenet": dict(  # Bao et al.'s for 64×64 pixels, 300k steps on ImageNet-100
         image_size=(64, 64), model="mid", patch_size=4, epochs=2420, batch_size=1024, lr=3e-4, betas=(0.99, 0.99),
-        warmup_steps=5000, flip=True, eval_every=0, sample_every=100,
+        warmup_steps=5000, flip=True, eval_every=0, sample_every=100, sampler="dpm-solver",
     ),
     "latents": dict(  # with --vae: Bao et al.'s for 256×256 pixels, 300k steps on ImageNet-100
         image_size=(256, 256), model="mid", patch_size=2, epochs=2420, batch_size=1024, lr=3e-4, betas=(0.99, 0.99),
-        warmup_steps=5000, flip=True, eval_every=0, sample_every=100,
+        warmup_steps=5000, flip=True, eval_every=0, sample_every=100, sampler="dpm-solver",
     ),
 }  # fmt: skip
 RECIPES["mnist"] = RECIPES["fashion-mnist"] | {"flip": False}  # characters are not mirrored
@@ -87,7 +86,7 @@ RECIPES["svhn"] = RECIPES["cifar"] | {"flip": False}
 RECIPE_OF = {name: name for name in ("digits", "mnist", "fashion-mnist", "svhn")}  # a named data set's recipe
 RECIPE_OF |= {"kmnist": "mnist", "cifar10": "cifar", "cifar100": "cifar", "stl10": "cifar"}
 MODELS = {  # width, depth, heads (Bao et al. 2023, Table 1)
-    "micro": (64, 4, 4),
+    "micro": (96, 4, 4),
     "small": (512, 12, 8),
     "mid": (768, 16, 12),
     "large": (1024, 20, 16),
@@ -128,7 +127,7 @@ class Config:
     ema: float = 0.9999  # decay of the weights' moving average, which samples and is probed (Bao et al.)
     flip: bool | None = None  # mirror half of the images
 
-    sampler: str = "dpm-solver"  # dpm-solver (DPM-Solver++ 2M), ode (probability flow), sde (Euler–Maruyama)
+    sampler: str | None = None  # dpm-solver (DPM-Solver++ 2M), ode (probability flow) or sde (Euler–Maruyama)
     sampler_steps: int | None = None  # network evaluations; None: 50 for dpm-solver, 1000 for the others
     clip: bool = True  # keep the predicted x_0 in −1 … 1 while sampling pixels (Ho et al. 2020; Bao et al. do not)
     guidance: float = 0.0  # ε_c + guidance · (ε_c − ε_0) (Bao et al.); 0: the conditional model as it is
@@ -160,7 +159,9 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
         recipe = RECIPES[self.recipe or ("latents" if self.vae else RECIPE_OF.get(self.data, "imagenet"))]
         filled = {**recipe, **dict(zip(("width", "depth", "heads"), MODELS[self.model or recipe["model"]]))}
-        filled["sampler_steps"] = 50 if self.sampler == "dpm-solver" else 1000
+        filled["sampler_steps"] = 50 if (self.sampler or recipe["sampler"]) == "dpm-solver" else 1000
+        if self.sample:  # the run's own, unless told
+            del filled["sampler"], filled["sampler_steps"]
         for name, value in filled.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -203,7 +204,7 @@ class Config:
         for name in ("eval_every", "sample_every", "warmup_steps", "fid_samples"):
             if not 0 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.sampler_steps < 2:
+        if self.sampler_steps is not None and self.sampler_steps < 2:
             raise ValueError(f"sampler_steps must be 2 or more, not {self.sampler_steps}")
         if not -1 <= self.guidance < math.inf:
             raise ValueError(f"guidance must be -1 or more, not {self.guidance}")
@@ -406,13 +407,18 @@ class UViT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None) -> None:
-        """Bao et al.'s start, normals of 0.02 cut off at 2, but every branch ends in zeros."""
+        """Bao et al.'s start, normals of 0.02 cut off at 2, but every branch ends in zeros.
+
+        And but for patches and positions, which enter with variance 1 a value, as time and class do: with 0.02 a short
+        run is a long plateau, on which attention does not yet tell one place from another.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02, generator=generator)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nn.init.trunc_normal_(self.positions, std=0.02, generator=generator)
+        nn.init.normal_(self.embed.weight, std=self.embed.in_features**-0.5, generator=generator)
+        nn.init.normal_(self.positions, generator=generator)
         if self.label_embed is not None:
             nn.init.normal_(self.label_embed.weight, generator=generator)
         for parameter in self.smooth.parameters():
@@ -990,7 +996,9 @@ def draw_from(config: Config) -> None:
         what = f"guidance {config.guidance}" if config.guidance else f"label {config.label}"
         raise BadInput(f"{what} needs a network that knows classes, and {folder} was trained without --conditional")
     how = ("sampler", "sampler_steps", "guidance", "clip", "seed", "device", "bf16")
-    asked = {name: getattr(config, name) for name in how}
+    asked = {name: getattr(config, name) for name in how if getattr(config, name) is not None}
+    if "sampler" in asked:  # without --sampler-steps, as many as that sampler takes
+        asked.setdefault("sampler_steps", None)
     try:
         names = {field.name for field in dataclasses.fields(Config)}
         tuples = {
