@@ -955,10 +955,11 @@ def draw_curves(config: Config, records: list[dict]) -> None:
         {"linear": "linear probe, test accuracy (%)", "effective_rank": "effective rank (Eq. 6)"}.items(),
     ):
         values = [[place[name] for place in places if place["time"] == t] for t in times]
-        axis.imshow(values, aspect="auto")
+        heat = axis.imshow(values, aspect="auto")
         for i, row in enumerate(values):
             for j, value in enumerate(row):
-                axis.text(j, i, f"{value:.3g}", ha="center", va="center", color="white", fontsize=7)
+                color = "black" if heat.norm(value) > 0.6 else "white"  # on yellow, on blue
+                axis.text(j, i, f"{value:.3g}", ha="center", va="center", color=color, fontsize=7)
         axis.set(title=title, xlabel="block", ylabel="t")
         axis.set_xticks(range(blocks), range(1, blocks + 1))
         axis.set_yticks(range(len(times)), times)
