@@ -16,7 +16,7 @@ and images come out of noise by walking t from 1 back to 0 (euler_maruyama, prob
 
     python uvit.py --alpha-min 0.7                                # built-in digits, a laptop
     python uvit.py --data cifar100 --alpha-min 0.7 --fid-samples 50000    # one GPU
-    python uvit.py --sample runs/uvit-digits-a0.7-s0 --n 64       # images from a finished run
+    python uvit.py --sample runs/uvit-digits-a0.7-s0 --n 64       # images from a run
 
 The first two train, draw samples, and say how good the features are: linear probe, k-NN and effective rank of every block
 at several noise levels (the paper's Table 4), beside raw pixels and the untrained network. README: what was measured.
@@ -33,10 +33,12 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,7 +60,7 @@ from probe import BadInput
 
 # ---- Config ---------------------------------------------------------------------------------------------------------
 
-# One recipe per data set; a flag overrides its field. A folder of images takes "imagenet", or "latents" with a VAE.
+# One recipe per data set; a flag overrides its field. A folder of images takes "imagenet"; with --vae all take "latents".
 RECIPES = {
     "digits": dict(
         image_size=(16, 16), model="micro", patch_size=4, epochs=15, batch_size=64, lr=3e-3, betas=(0.9, 0.99),
@@ -206,8 +208,8 @@ class Config:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.sampler_steps is not None and self.sampler_steps < 2:
             raise ValueError(f"sampler_steps must be 2 or more, not {self.sampler_steps}")
-        if not -1 <= self.guidance < math.inf:
-            raise ValueError(f"guidance must be -1 or more, not {self.guidance}")
+        if not -1 <= self.guidance <= 100:
+            raise ValueError(f"guidance must lie in [-1, 100], not {self.guidance}")
         if self.guidance and not (self.conditional or self.sample):
             raise ValueError(f"guidance {self.guidance} needs a network that knows classes: add --conditional")
         if self.fid_samples == 1:
@@ -218,7 +220,7 @@ class Config:
             )
         if not self.probe_times or not all(0 <= t <= 1 for t in self.probe_times):
             raise ValueError(f"probe_times must lie in [0, 1], not {' '.join(map(str, self.probe_times)) or 'none'}")
-        if len(set(self.probe_times)) < len(self.probe_times):
+        if len({f"{t:g}" for t in self.probe_times}) < len(self.probe_times):
             raise ValueError(f"probe_times must differ, not {' '.join(map(str, self.probe_times))}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must lie in [0, 2^63), not {self.seed}")
@@ -226,6 +228,11 @@ class Config:
             raise ValueError(f"probe_limit must be 2 or more, not {self.probe_limit}")
         if self.accumulate > self.batch_size:
             raise ValueError(f"accumulate {self.accumulate} is more than the {self.batch_size} images of a batch")
+        for name in ("vae", "fid_weights", "sample"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must not be empty: name one, or leave the flag out")
+        if self.label is not None and not self.sample:
+            raise ValueError(f"label {self.label} needs --sample: training sees every class")
         if self.label is not None and self.label < 0:
             raise ValueError(f"label must not be negative, not {self.label}")
 
@@ -407,10 +414,10 @@ class UViT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None) -> None:
-        """Bao et al.'s start, normals of 0.02 cut off at 2, but every branch ends in zeros.
+        """Bao et al.'s start, normals of 0.02 cut off at 2, with two changes.
 
-        And but for patches and positions, which enter with variance 1 a value, as time and class do: with 0.02 a short
-        run is a long plateau, on which attention does not yet tell one place from another.
+        Every branch ends in zeros; and patches and positions enter with variance 1 a value, as strong as the class: with
+        0.02, attention learns only late to tell one place from another, and short runs end before.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -496,11 +503,14 @@ def train(config: Config) -> dict:
     """
     device = choose_device(config.device)
     saved, result = open_run(config)
+    if config.fid_samples and config.fid_weights:
+        check_inception(config.fid_weights)
+    if result and lacks_quality(config, result):
+        print(f"{config.folder} is finished, but for the images that --fid-samples asks for")
+        return add_quality(config, result)
     if result:
         print(f"{config.folder} is finished: its result is shown; --overwrite trains again")
         return result
-    if config.fid_weights:
-        check_inception(config.fid_weights)
     vae = load_vae(config.vae, device) if config.vae else None
     root = Path(config.root).expanduser()
     data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
@@ -694,7 +704,7 @@ def clipped(x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 def draw_samples(config: Config, images: Tensor, name: str = "samples.png") -> None:
-    """A grid of sampled images, as many rows as columns; the same noise at every call, and at every α_min."""
+    """A grid of images, about as many rows as columns, as PNG in the run folder."""
     from torchvision.transforms.functional import to_pil_image  # here, as they take a second
     from torchvision.utils import make_grid
 
@@ -719,10 +729,14 @@ def load_vae(name: str, device: torch.device) -> nn.Module:
     except ImportError as error:
         raise BadInput(f"vae {name} needs diffusers: pip install diffusers") from error
     try:
-        vae = AutoencoderKL.from_pretrained(name, use_safetensors=True, low_cpu_mem_usage=False)
+        logging.disable()  # what diffusers says before it raises is said below, in one line
+        local = Path(name).is_dir()
+        vae = AutoencoderKL.from_pretrained(name, use_safetensors=True, low_cpu_mem_usage=False, local_files_only=local)
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
         raise BadInput(f"vae {name!r} can't be loaded as diffusers' AutoencoderKL ({reason})") from error
+    finally:
+        logging.disable(logging.NOTSET)
     return vae.to(device).eval().requires_grad_(False)
 
 
@@ -860,14 +874,23 @@ def check_inception(path: str) -> None:
     torch-fidelity itself would unpickle whatever the file holds.
     """
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        known = {"Conv2d_1a_3x3.conv.weight", "Mixed_7c.branch_pool.conv.weight", "fc.weight"} <= weights.keys()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old pickles
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+        shapes = {name: tuple(weights[name].shape) for name in ("Conv2d_1a_3x3.conv.weight", "fc.weight")}
     except Exception as error:
-        raise BadInput(
-            f"fid_weights {path!r} can't be read as weights ({type(error).__name__}): use {INCEPTION}"
-        ) from error
-    if not known:
+        raise BadInput(f"fid_weights {path!r} can't be read as Inception's weights: use {INCEPTION}") from error
+    if shapes != {"Conv2d_1a_3x3.conv.weight": (32, 3, 3, 3), "fc.weight": (1008, 2048)}:
         raise BadInput(f"fid_weights {path!r} does not hold Inception: use {INCEPTION}")
+    with contextlib.suppress(ImportError):  # without torch-fidelity FID is left out, and says so
+        from torch_fidelity.utils import create_feature_extractor
+
+        try:
+            create_feature_extractor(
+                "inception-v3-compat", ["2048"], cuda=False, verbose=False, feature_extractor_weights_path=path
+            )
+        except Exception as error:
+            raise BadInput(f"fid_weights {path!r} does not hold the whole of Inception: use {INCEPTION}") from error
 
 
 def generation_quality(model: UViT, data: probe.Images, config: Config, vae: nn.Module | None = None) -> dict:
@@ -890,11 +913,9 @@ def generation_quality(model: UViT, data: probe.Images, config: Config, vae: nn.
             "inception-v3-compat", ["2048"], cuda=model.positions.is_cuda, verbose=False,
             feature_extractor_weights_path=config.fid_weights,
         )  # fmt: skip
-    except Exception as error:
+    except Exception:
         if config.fid_weights:
-            raise BadInput(
-                f"fid_weights {config.fid_weights!r} is not torch-fidelity's Inception: {INCEPTION}"
-            ) from error
+            raise
         print(
             f"FID is left out: Inception's weights can't be downloaded; name their file with --fid-weights ({INCEPTION})"
         )
@@ -909,6 +930,27 @@ def generation_quality(model: UViT, data: probe.Images, config: Config, vae: nn.
     if config.precision_recall:
         found["precision"], found["recall"] = calculate_precision_recall_part(fake, real)
     return found
+
+
+def lacks_quality(config: Config, result: dict) -> bool:
+    """Whether a finished run's result does not hold what --fid-samples, --kid and --precision-recall ask for."""
+    wanted = ["fid"] + ["kid"] * config.kid + ["precision"] * config.precision_recall
+    held = result.get("fid_samples") == config.fid_samples and all(result.get(n) is not None for n in wanted)
+    return config.fid_samples > 0 and not held
+
+
+def add_quality(config: Config, result: dict) -> dict:
+    """A finished run's result with the quality that is asked for now, of its averaged weights; it is not trained again."""
+    asked = ("fid_samples", "fid_weights", "kid", "precision_recall", "root", "device")
+    run, model = load_run(config.folder, {name: getattr(config, name) for name in asked})
+    data = probe.load_images(
+        config.data, Path(config.root).expanduser(), run.image_size, run.limit, run.skip_bad_images
+    )
+    found = generation_quality(model, data, run, load_vae(run.vae, model.positions.device) if run.vae else None)
+    if found["fid"] is not None:
+        result |= found
+        write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    return result
 
 
 def inception_features(extractor: nn.Module, images: Tensor) -> Tensor:
@@ -947,19 +989,24 @@ def draw_curves(config: Config, records: list[dict]) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     save_figure(config.folder / "curves.png", figure)
 
-    places = [record for record in records if "per_layer" in record][-1]["per_layer"]
+    probed = [record for record in records if "per_layer" in record][-1]
+    places, best = probed["per_layer"], (probed["best_layer"], probed["best_time"])
     blocks, times = config.depth + 1, config.probe_times
     figure = Figure(figsize=(2.5 + 0.6 * blocks, 1.5 + 0.8 * len(times)), layout="constrained")
     for axis, (name, title) in zip(
         figure.subplots(2, 1),
-        {"linear": "linear probe, test accuracy (%)", "effective_rank": "effective rank (Eq. 6)"}.items(),
+        {
+            "linear": "linear probe, test accuracy (%), * chosen on held-out",
+            "effective_rank": "effective rank (Eq. 6)",
+        }.items(),
     ):
         values = [[place[name] for place in places if place["time"] == t] for t in times]
         heat = axis.imshow(values, aspect="auto")
         for i, row in enumerate(values):
             for j, value in enumerate(row):
                 color = "black" if heat.norm(value) > 0.6 else "white"  # on yellow, on blue
-                axis.text(j, i, f"{value:.3g}", ha="center", va="center", color=color, fontsize=7)
+                star = "*" if (j + 1, times[i]) == best else ""
+                axis.text(j, i, f"{value:.3g}{star}", ha="center", va="center", color=color, fontsize=7)
         axis.set(title=title, xlabel="block", ylabel="t")
         axis.set_xticks(range(blocks), range(1, blocks + 1))
         axis.set_yticks(range(len(times)), times)
@@ -985,11 +1032,11 @@ def report(result: dict, config: Config) -> None:
 
 
 def draw_from(config: Config) -> None:
-    """`--sample RUN`: n images from a finished run's averaged weights, as RUN/samples-<how>.png.
+    """`--sample RUN`: n images from a run's averaged weights, as RUN/samples-<how>.png.
 
     Raises BadInput where the folder is not a uvit.py run with a checkpoint, or its network does not know classes.
     """
-    folder, device = Path(config.sample).expanduser(), choose_device(config.device)
+    folder = Path(config.sample).expanduser()
     held = read_json(folder / "config.json")
     if not isinstance(held, dict) or held.get("script") != SCRIPT:
         raise BadInput(f"sample {config.sample!r} is not the folder of a {SCRIPT}.py run")
@@ -997,30 +1044,36 @@ def draw_from(config: Config) -> None:
         what = f"guidance {config.guidance}" if config.guidance else f"label {config.label}"
         raise BadInput(f"{what} needs a network that knows classes, and {folder} was trained without --conditional")
     how = ("sampler", "sampler_steps", "guidance", "clip", "seed", "device", "bf16")
-    asked = {name: getattr(config, name) for name in how if getattr(config, name) is not None}
-    if "sampler" in asked:  # without --sampler-steps, as many as that sampler takes
-        asked.setdefault("sampler_steps", None)
-    try:
-        names = {field.name for field in dataclasses.fields(Config)}
-        tuples = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in held.items() if name in names
-        }
-        run = Config(**tuples | asked | {"out": str(folder)})
-        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-        weights, shape = saved["model"], saved["state"]["shape"]
-        classes = len(weights["ema.label_embed.weight"]) - 1 if run.conditional else 0
-        models = build(run, shape, classes, device)
-        models.load_state_dict(weights)
-    except Exception as error:
-        raise BadInput(f"{folder} does not hold a whole run: {' '.join(str(error).split())[:150]}") from error
-    if config.label is not None and config.label >= classes:
-        raise BadInput(f"label {config.label} is not a class of {folder}, which knows 0 to {classes - 1}")
-    vae = load_vae(run.vae, device) if run.vae else None
-    images = sample(models["ema"], run, config.n, config.label, vae=vae)
+    run, model = load_run(folder, {n: getattr(config, n) for n in how if getattr(config, n) is not None})
+    if config.label is not None and config.label >= model.classes:
+        raise BadInput(f"label {config.label} is not a class of {folder}, which knows 0 to {model.classes - 1}")
+    vae = load_vae(run.vae, model.positions.device) if run.vae else None
+    images = sample(model, run, config.n, config.label, vae=vae)
     name = f"samples-{run.sampler}-{run.sampler_steps}-g{run.guidance:g}-s{run.seed}-n{config.n}"
-    name += "" if config.label is None else f"-class{config.label}"
+    name += ("" if config.label is None else f"-class{config.label}") + ("" if run.clip else "-noclip")
     draw_samples(run, images, f"{name}.png")
     print(f"{config.n} images by {run.sampler} in {run.sampler_steps} steps: {folder / name}.png")
+
+
+def load_run(folder: Path, asked: dict) -> tuple[Config, UViT]:
+    """A run's config as its checkpoint holds it, changed by the fields `asked`, and its averaged weights. Raises BadInput."""
+    try:
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        held, weights, shape = saved["config"], saved["model"], saved["state"]["shape"]
+        if asked.get("sampler", held["sampler"]) != held["sampler"]:  # another sampler takes its own number of steps
+            asked = {"sampler_steps": None} | asked
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in held.items()}
+        del fields["script"]
+        run = Config(**fields | asked | {"out": str(folder)})
+    except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
+        raise BadInput(f"{folder}/checkpoint.pt is missing, damaged or not of {SCRIPT}.py: name a whole run") from error
+    device = choose_device(run.device)
+    try:
+        models = build(run, shape, len(weights["ema.label_embed.weight"]) - 1 if run.conditional else 0, device)
+        models.load_state_dict(weights)
+    except Exception as error:
+        raise BadInput(f"{folder}/checkpoint.pt does not fit its own config: it is damaged") from error
+    return run, models["ema"]
 
 
 # ---- Plumbing -------------------------------------------------------------------------------------------------------
@@ -1038,6 +1091,10 @@ ELSEWHERE = (
     "sample",
     "n",
     "label",
+    "fid_samples",
+    "fid_weights",
+    "kid",
+    "precision_recall",
 )  # not in config.json
 DONE = "per_layer"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"

@@ -87,6 +87,9 @@ MUTANTS = [
     ("uvit.py", "torch.linspace(1, EARLIEST, steps, dtype", "torch.linspace(1, EARLIEST, steps + 1, dtype", "test_uvit.py::test_samplers_ask_so_many_times_from_one_to_the_earliest_time"),
     ("uvit.py", "nn.init.normal_(self.positions, generator", "nn.init.normal_(self.positions, std=0.02, generator", "test_uvit.py::test_patches_and_positions_enter_as_strong_as_time"),
     ("uvit.py", "self.embed.in_features**-0.5", "self.embed.in_features**-1.0", "test_uvit.py::test_patches_and_positions_enter_as_strong_as_time"),
+    ("uvit.py", 'result.get("fid_samples") == config.fid_samples and', "", "test_uvit.py::test_a_finished_run_is_given_its_fid_without_training"),
+    ("uvit.py", 'if found["fid"] is not None:', "if True:", "test_uvit.py::test_a_finished_run_is_given_its_fid_without_training"),
+    ("uvit.py", '!= held["sampler"]', '!= ""', "test_uvit.py::test_images_come_from_a_finished_run_as_in_its_own_grid"),
     ("uvit.py", "t = 1 - torch.rand(len(views)", "t = 0.9 * torch.rand(len(views)", "test_uvit.py::test_training_times_cover_what_the_samplers_visit"),
     # uvit.py: training, sampling, measuring
     ("uvit.py", "(1 + step) / (10 + step)", "(1 + step) / (11 + step)", "test_uvit.py::test_the_moving_average_forgets_its_start"),

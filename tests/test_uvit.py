@@ -608,6 +608,7 @@ def test_weights_that_are_not_inceptions_are_refused_and_run_nothing(clean):
             return open, ("opened", "w")
 
     files = {"text": None, "other": {"a": torch.zeros(1)}, "list": [1, 2], "hostile": {"fc.weight": Hostile()}}
+    files["sham"] = {"Conv2d_1a_3x3.conv.weight": torch.zeros(32, 3, 3, 3), "fc.weight": torch.zeros(1008, 2048)}
     for name, content in files.items():
         path = clean / f"{name}.pth"
         path.write_text("hello") if content is None else torch.save(content, path)
@@ -629,6 +630,28 @@ def test_without_inceptions_weights_the_run_is_unharmed(clean, capsys, monkeypat
     out = capsys.readouterr().out
     assert result["fid"] is None and result["fid_samples"] == 10 and "linear" in result
     assert "FID is left out" in out and "--fid-weights" in out and "take 2,048 or more" in out
+
+
+def test_a_finished_run_is_given_its_fid_without_training(clean, capsys, monkeypatch):
+    plain = uvit.train(uvit.Config(**TINY_UVIT))
+    weights = checkpoint(clean / "runs" / "uvit-digits-a0.7-s0")["model"]
+    asked = []
+
+    def quality(model, data, config, vae):
+        assert all(torch.equal(value, weights[f"ema.{name}"]) for name, value in model.state_dict().items())
+        asked.append((config.fid_samples, len(data.train)))
+        return dict.fromkeys(uvit.QUALITY) | {"fid": 5.0 * config.fid_samples, "fid_samples": config.fid_samples}
+
+    monkeypatch.setattr(uvit, "generation_quality", quality)
+    for samples in (10, 10, 20, 0):  # asked for, already there, another number, not asked for
+        result = uvit.train(uvit.Config(**TINY_UVIT, fid_samples=samples))
+    assert asked == [(10, 200), (20, 200)] and result["fid"] == 100.0
+    assert json.loads((clean / "runs" / "uvit-digits-a0.7-s0" / "result.json").read_text()) == result
+    assert {k: v for k, v in result.items() if k not in uvit.QUALITY} == {
+        k: v for k, v in plain.items() if k not in uvit.QUALITY
+    }
+    monkeypatch.setattr(uvit, "generation_quality", lambda *_: dict.fromkeys(uvit.QUALITY))
+    assert uvit.train(uvit.Config(**TINY_UVIT, fid_samples=30))["fid"] == 100.0  # one that failed replaces nothing
 
 
 # ---- Latents --------------------------------------------------------------------------------------------------------
@@ -699,6 +722,8 @@ def test_images_come_from_a_finished_run_as_in_its_own_grid(clean, capsys, monke
     assert torch.equal(grids[-1][1], grids[-2][1][:20]) and grids[-1][0] == "samples-sde-3-g0-s0-n20.png"
     assert uvit.main(["--sample", run, "--n", "4", "--sampler", "ode", "--sampler-steps", "2", "--label", "7"]) == 0
     assert grids[-1][0] == "samples-ode-2-g0-s0-n4-class7.png"
+    assert uvit.main(["--sample", run, "--n", "2", "--sampler", "sde"]) == 0
+    assert grids[-1][0] == "samples-sde-3-g0-s0-n2.png"
     assert uvit.main(["--sample", run, "--n", "2", "--sampler", "dpm-solver"]) == 0  # and another's own steps
     assert grids[-1][0] == "samples-dpm-solver-50-g0-s0-n2.png"
     capsys.readouterr()
@@ -708,13 +733,22 @@ def test_images_come_from_a_finished_run_as_in_its_own_grid(clean, capsys, monke
         (["--sample", "nowhere"], "is not the folder of a uvit.py run"),
         (["--sample", run, "--n", "0"], "n must be positive"),
         (["--sample", run, "--guidance", "nan"], "guidance"),
+        (["--sample", run, "--guidance", "1e300"], "guidance must lie in [-1, 100]"),
+        (["--sample", ""], "sample must not be empty"),
+        (["--vae", ""], "vae must not be empty"),
+        (["--fid-weights", ""], "fid_weights must not be empty"),
+        (["--label", "3"], "label 3 needs --sample"),
     ):
         assert uvit.main(arguments) == 2
         error = capsys.readouterr().err
         assert words in error and len(error.strip().splitlines()) == 1
+    held = json.loads((config.folder / "config.json").read_text())
+    (config.folder / "config.json").write_text(json.dumps(held | {"alpha_min": 0.2, "heads": 1, "data": 3}))
+    assert uvit.main(["--sample", run, "--n", "20"]) == 0  # the checkpoint says what was trained
+    assert torch.equal(grids[-1][1], grids[0][1][:20]) and run in capsys.readouterr().out
     (config.folder / "checkpoint.pt").write_text("hello")
     assert uvit.main(["--sample", run]) == 2
-    assert "does not hold a whole run" in capsys.readouterr().err
+    assert "missing, damaged or not of uvit.py" in capsys.readouterr().err
 
 
 def test_guidance_needs_a_run_with_classes(clean, capsys):
