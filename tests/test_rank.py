@@ -1,5 +1,6 @@
 """rank.py: every number against an independent computation, and the invariances that its equations promise."""
 
+import json
 import math
 import subprocess
 import sys
@@ -346,3 +347,149 @@ def test_pearson_of_a_line_is_1_and_never_more(n, slope, shift, seed):
 def test_where_pearson_is_not_defined_is_an_error(x, y, reason):
     with pytest.raises(ValueError, match=reason):
         rank.pearson(x, y)
+
+
+# ---- Runs compared --------------------------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, curve: dict, script="mae", seed=0, alpha_min=0.6, data="digits", **settings) -> Path:
+    """A finished run folder with these {epoch: (effective rank, accuracy)}, and an epoch 99 that was not probed."""
+    accuracy = rank.SCRIPTS[script]
+    records = [{"epoch": e, "loss": 1.0, "effective_rank": r, accuracy: a} for e, (r, a) in curve.items()]
+    config = {"script": script, "data": data, "alpha_min": alpha_min, "seed": seed, **settings}
+    result = records[-1] | {"alpha_min": alpha_min, "alpha_eff": 0.02, "exp_effective_rank": 3.0}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "result.json").write_text(json.dumps(result))
+    lines = [*records, {"epoch": 99, "loss": 0.5}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def curve(seed: int, epochs=(1, 2, 3)) -> dict:
+    values = normal(len(epochs), 2, seed=seed).abs()
+    return {epoch: tuple(point) for epoch, point in zip(epochs, values.tolist())}
+
+
+def test_correlation_over_runs_is_numpys_at_every_epoch_that_all_share(tmp_path):
+    curves = [curve(0), curve(1, (1, 3, 4)), curve(2), curve(3, (1, 2, 3, 9))]
+    runs = [rank.read_run(write_run(tmp_path / str(i), c, alpha_min=0.2 * (i + 1))) for i, c in enumerate(curves)]
+    found = rank.compare(runs)["pearson"]
+    assert [(point["epoch"], point["n"]) for point in found] == [(1, 4), (3, 4)]
+    for point in found:
+        ranks, accuracies = zip(*(c[point["epoch"]] for c in curves))
+        assert close(point["r"], np.corrcoef(ranks, accuracies)[0, 1])
+
+
+def test_a_line_is_mean_and_range_over_the_seeds_of_one_alpha_min(tmp_path):
+    runs = [rank.read_run(write_run(tmp_path / str(i), curve(i), seed=i, alpha_min=0.6)) for i in range(3)]
+    runs += [rank.read_run(write_run(tmp_path / "plain", curve(7), alpha_min=1.0))]
+    plain, decayed = rank.compare(runs)["lines"]
+    assert (plain["alpha_min"], plain["seeds"], decayed["alpha_min"], decayed["seeds"]) == (1.0, 1, 0.6, 3)
+    for i, name in enumerate(("effective_rank", "accuracy")):
+        for epoch, (mean, least, largest) in zip(decayed["epochs"], decayed[name]):
+            values = [curve(seed)[epoch][i] for seed in range(3)]
+            assert close(mean, np.mean(values)) and (least, largest) == (min(values), max(values))
+        assert [v[0] for v in plain[name]] == [point[i] for point in curve(7).values()]
+
+
+def test_runs_that_differ_in_another_setting_share_no_line(tmp_path):
+    runs = [
+        rank.read_run(write_run(tmp_path / str(i), curve(i), "resnet_decay", seed=i % 2, blocks=blocks, lr=0.1))
+        for i, blocks in enumerate((16, 16, 8, 8))
+    ]
+    found = rank.compare(runs)
+    assert found["settings"] == ["blocks"]
+    assert [(line["blocks"], line["seeds"]) for line in found["lines"]] == [(8, 2), (16, 2)]
+    assert [(row["blocks"], row["seed"]) for row in found["rows"]] == [(8, 0), (8, 1), (16, 0), (16, 1)]
+
+
+def test_correlation_of_one_run_is_not_defined(tmp_path):
+    found = rank.compare([rank.read_run(write_run(tmp_path / "one", curve(0)))])
+    assert [(point["r"], point["n"]) for point in found["pearson"]] == [(None, 1)] * 3
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Make a whole run folder one that can't be read."""
+    name, content = {
+        "unfinished": ("result.json", None),
+        "foreign": ("config.json", None),
+        "unknown script": ("config.json", '{"script": "gpt"}'),
+        "script that is a list": ("config.json", '{"script": [1]}'),
+        "truncated result": ("result.json", '{"alpha_min": 0.'),
+        "result that is a list": ("result.json", "[]"),
+        "no log": ("metrics.jsonl", None),
+        "empty log": ("metrics.jsonl", ""),
+        "log of numbers": ("metrics.jsonl", "1\n2\n"),
+        "not finite": ("result.json", (folder / "result.json").read_text().replace("0.02", "NaN")),
+        "words for numbers": ("result.json", (folder / "result.json").read_text().replace("0.02", '"small"')),
+        "bytes": ("result.json", b"\xff\xfe\x00"),
+    }[kind]
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+KINDS = [
+    "unfinished", "foreign", "unknown script", "script that is a list", "truncated result", "result that is a list", "no log",
+    "empty log", "log of numbers", "not finite", "words for numbers", "bytes",
+]  # fmt: skip
+
+
+def test_a_folder_that_is_no_whole_run_is_named_and_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "whole", curve(0))
+    for kind in KINDS:
+        damage(write_run(tmp_path / kind, curve(1)), kind)
+    assert rank.main(["whole", *KINDS, "nowhere", "whole/../whole"]) == 0
+    named = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in named] == [["left out", name] for name in (*KINDS, "nowhere")]
+    (group,) = json.loads((tmp_path / "runs" / "comparison.json").read_text()).values()
+    assert [row["folder"] for row in group["rows"]] == [str(Path("whole/../whole"))]
+    assert (tmp_path / "runs" / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_numbers_that_are_infinite_are_not_compared(tmp_path):
+    folder = write_run(tmp_path / "run", {1: (1.0, 50.0), 2: (math.inf, 60.0)})
+    with pytest.raises(ValueError, match="not all there"):
+        rank.read_run(folder)
+
+
+def test_every_script_and_data_set_is_a_group_of_its_own(tmp_path, capsys):
+    folders = [
+        write_run(tmp_path / "a", curve(0), "mae"),
+        write_run(tmp_path / "b", curve(1), "uvit"),
+        write_run(tmp_path / "c", curve(2), "resnet_decay", blocks=8),
+        write_run(tmp_path / "d", curve(3), "mae", data="cifar100"),
+        write_run(tmp_path / "e", curve(4), "mae", seed=1),
+    ]
+    assert rank.main([*map(str, folders), "--out", str(tmp_path / "all")]) == 0
+    groups = json.loads((tmp_path / "all.json").read_text())
+    assert {name: len(group["rows"]) for name, group in groups.items()} == {
+        "mae digits": 2, "mae cifar100": 1, "uvit digits": 1, "resnet_decay digits": 1,
+    }  # fmt: skip
+    assert "pearson mae digits epoch=1 r=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "no finished run among the 0"),
+        (["nowhere"], "no finished run among the 1"),
+        (["--fast"], "can't read '--fast'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert rank.main(arguments) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_a_place_that_can_not_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    run = str(write_run(tmp_path / "run", curve(0)))
+    assert rank.main([run, "--out", str(tmp_path / "file" / "figure")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "name another --out" in line
