@@ -560,3 +560,19 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_kept(script, damage, clean
 def test_a_checkpoint_of_another_config_is_not_gone_on_with(script, clean, capsys):
     assert script.main(flags(script, out="run", alpha_min=0.5)) == 0
     assert "alpha_min 0.5, not 0." in complaint(capsys, *flags(script, out="run"), script=script)
+
+
+# ---- Runs compared --------------------------------------------------------------------------------------------------
+
+
+def test_finished_runs_of_every_script_are_compared(clean, tmp_path_factory, capsys):
+    for script in SCRIPTS:
+        finished_run(script, clean / script.__name__, tmp_path_factory)
+    capsys.readouterr()
+    assert rank.main([script.__name__ for script in SCRIPTS] + ["--out", "all"]) == 0
+    assert not capsys.readouterr().err
+    groups = json.loads((clean / "all.json").read_text())
+    for script in SCRIPTS:
+        (row,) = groups[f"{script.__name__} digits"]["rows"]
+        result = json.loads((clean / script.__name__ / "result.json").read_text())
+        assert all(row[name] == result[name] for name in ("alpha_min", "seed", "loss", "effective_rank"))
