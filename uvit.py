@@ -869,7 +869,7 @@ INCEPTION = "torch-fidelity's weights-inception-2015-12-05-6726825d.pth"
 
 
 def check_inception(path: str) -> None:
-    """Raises BadInput unless the file holds tensors under the names of torch-fidelity's Inception, and no code to run.
+    """Raises BadInput unless the file holds the weights of torch-fidelity's Inception, and no code to run.
 
     torch-fidelity itself would unpickle whatever the file holds.
     """

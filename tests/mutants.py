@@ -105,7 +105,7 @@ MUTANTS = [
     ("uvit.py", "torch.full((len(x),), model.classes, device=device)", "torch.zeros(len(x), dtype=torch.long, device=device)", "test_uvit.py::test_probing_leaves_the_network_untouched_and_hides_the_class"),
     ("uvit.py", "(tokens[:, model.extras :] for tokens", "(tokens for tokens", "test_uvit.py::test_features_are_of_noisy_images_at_their_level"),
     ("uvit.py", "for features in (fake, real))", "for features in (real, real))", "test_uvit.py::test_fid_is_the_closed_form_zero_for_the_set_itself_and_grows_with_noise"),
-    ("uvit.py", 'map_location="cpu", weights_only=True)\n        known', 'map_location="cpu", weights_only=False)\n        known', "test_uvit.py::test_weights_that_are_not_inceptions_are_refused_and_run_nothing"),
+    ("uvit.py", 'map_location="cpu", weights_only=True)\n        shapes', 'map_location="cpu", weights_only=False)\n        shapes', "test_uvit.py::test_weights_that_are_not_inceptions_are_refused_and_run_nothing"),
     ("resnet_decay.py", "for i, (_, result) in enumerate(map(open_run, runs)) if result}", "for i, result in enumerate(())}", "test_resnet_decay.py::test_a_folder_that_holds_something_else_stops_the_study_before_it_begins"),
     ("resnet_decay.py", "if len(runs) == 1 or not self.out:", "if not self.out:", "test_resnet_decay.py::test_out_is_the_folder_of_one_run_and_the_parent_of_several"),
     # effective rank, cumulative decay, correlation

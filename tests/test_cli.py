@@ -14,6 +14,7 @@ from conftest import ROOT, flags
 from PIL import Image
 
 import mae
+import rank
 import resnet_decay
 import uvit
 
