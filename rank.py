@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -183,8 +184,7 @@ def compare(runs: Sequence[dict]) -> dict:
         row = {"alpha_min": run["result"]["alpha_min"]} | {name: run["config"].get(name) for name in settings}
         row |= {"seed": run["config"]["seed"]} | {n: run["result"][n] for n in shown if n in run["result"]}
         rows.append(row | {"epoch": max(run["curve"]), "folder": run["folder"]})
-    while runs_left := runs[sum(line["seeds"] for line in lines) :]:
-        alike = [run for run in runs_left if key(run) == key(runs_left[0])]
+    for alike in (list(group) for _, group in itertools.groupby(runs, key)):
         line = {"alpha_min": alike[0]["result"]["alpha_min"]}
         line |= {name: alike[0]["config"].get(name) for name in settings}
         line |= {"seeds": len(alike), "epochs": shared_epochs(alike)}

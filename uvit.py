@@ -416,8 +416,8 @@ class UViT(nn.Module):
     def initialize(self, generator: torch.Generator | None) -> None:
         """Bao et al.'s start, normals of 0.02 cut off at 2, with two changes.
 
-        Every branch ends in zeros; and patches and positions enter with variance 1 a value, as strong as the class: with
-        0.02, attention learns only late to tell one place from another, and short runs end before.
+        Every branch ends in zeros; and patches and positions enter with variance 1 a value, as strong as the class: the
+        loss of short runs falls faster so.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
