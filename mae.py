@@ -28,6 +28,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 import zlib
@@ -80,6 +81,11 @@ MODELS = {  # encoder width, depth, heads; decoder width, depth, heads
     "vit-b": (768, 12, 12, 512, 8, 16),  # paper A.1
     "vit-l": (1024, 24, 16, 512, 8, 16),
 }
+VARIANTS = {
+    "schedule": ("linear", "cosine", "constant", "learned"),
+    "decay_on": ("both", "attn", "mlp"),
+    "shortcut": ("decay", "scale-both", "scale-branch"),
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,11 @@ class Config:
     root: str = "data"  # where named data sets and the cache of decoded images live
     recipe: str | None = None  # digits, fashion-mnist, mnist, cifar, svhn or imagenet; None: the data set's
     alpha_min: float | Literal["auto"] = 0.6  # weight of the last shortcut (paper Eq. 5); auto: from the depth
+    schedule: str = "linear"  # how α falls from 1: linear, cosine, constant (α_min throughout) or learned
+    decay_on: str = "both"  # shortcuts that decay: both, attn or mlp (paper Table 3b)
+    shortcut: str = "decay"  # α·x + f (Eq. 3); scale-both: c·(x + f); scale-branch: x + c·f (paper Table 3b)
+    scale: float = 0.5**0.5  # the constant c of these two
+    drop_path: float = 0.0  # stochastic depth: the last block's chance to be dropped, the lth of L has l/L of it
     unet: bool = True  # skips from the encoder into the decoder (without them: paper Table 3a)
     mask_ratio: float = 0.75  # share of the patches that is hidden (He et al. 2022)
 
@@ -130,7 +141,7 @@ class Config:
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
     def __post_init__(self) -> None:
-        for name, table in (("recipe", RECIPES), ("model", MODELS)):
+        for name, table in (("recipe", RECIPES), ("model", MODELS), *VARIANTS.items()):
             if getattr(self, name) not in (None, *table):
                 raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
         recipe = RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")]
@@ -142,8 +153,11 @@ class Config:
         size = (self.image_size,) if isinstance(self.image_size, int) else tuple(self.image_size)
         object.__setattr__(self, "image_size", size * 2 if len(size) == 1 else size)
         self._check()
+        if self.shortcut != "decay" or self.schedule == "learned":
+            object.__setattr__(self, "alpha_min", 1.0)  # nothing falls to it
         if self.alpha_min == "auto":
-            object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth), 4))
+            weights = partial(shortcut_weights, self.depth, schedule=self.schedule, decay_on=self.decay_on)
+            object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth, weights=weights), 4))
 
     def _check(self) -> None:
         """Raises ValueError for a value that can't be meant."""
@@ -170,6 +184,15 @@ class Config:
             raise ValueError(f"depth must be even with UNet skips, not {self.depth}; --no-unet takes any depth")
         if self.alpha_min != "auto" and not 0 <= self.alpha_min <= 1:
             raise ValueError(f"alpha_min must lie in [0, 1], or be auto, not {self.alpha_min}")
+        for name, default in (("schedule", "linear"), ("decay_on", "both")):
+            if self.shortcut != "decay" and getattr(self, name) != default:
+                raise ValueError(f"{name} {getattr(self, name)} is of --shortcut decay, not of {self.shortcut}")
+        if self.schedule == "learned" and self.decay_on != "both":
+            raise ValueError(f"schedule learned learns every shortcut: decay_on must be both, not {self.decay_on}")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale must lie in (0, 1], not {self.scale}")
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path must lie in [0, 1), not {self.drop_path}")
         if not 0 < self.mask_ratio < 1 or not 0 < self.kept < self.patches:
             raise ValueError(f"mask_ratio {self.mask_ratio} must keep some of the {self.patches} patches and mask some")
         if not 0 < self.min_scale <= 1:
@@ -198,20 +221,110 @@ class Config:
         return int(self.patches * (1 - self.mask_ratio) + 1e-9)  # 10 of 100 at 0.9, whatever 1 − 0.9 rounds to
 
     @property
+    def data_name(self) -> str:
+        return self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
+
+    @property
+    def variant(self) -> str:
+        """The shortcut in short: a0.6, a0.6-cosine, a0.6-attn, learned, scale-both0.7071."""
+        if self.shortcut != "decay":
+            return f"{self.shortcut}{self.scale:.4g}"
+        parts = ["learned" if self.schedule == "learned" else f"a{self.alpha_min:g}"]
+        parts += [self.schedule] if self.schedule in ("cosine", "constant") else []
+        parts += [self.decay_on] if self.decay_on != "both" else []
+        return "-".join(parts)
+
+    @property
+    def name(self) -> str:
+        return f"{SCRIPT}-{self.data_name}-{self.variant}-s{self.seed}"
+
+    @property
     def folder(self) -> Path:
-        data = self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
-        return Path(self.out or f"runs/mae-{data}-a{self.alpha_min:g}-s{self.seed}").expanduser()
+        return Path(self.out or f"runs/{self.name}").expanduser()
+
+
+@dataclass(frozen=True)
+class Study(Config):
+    """Pretrain a masked autoencoder with decayed shortcuts, then probe its features; one for every α_min and seed.
+
+    A field that is None takes the data set's recipe, or the named model's size.
+    """
+
+    alpha_min: tuple[float | Literal["auto"], ...] = (0.6,)  # weights of the last shortcut (Eq. 5); auto: by depth
+    seed: tuple[int, ...] = (0,)  # decides everything
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_min", "seed"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must list one value or more, not none")
+        names = [run.name for run in self.runs]  # making them checks their values
+        if len({*names}) < len(names):
+            raise ValueError(
+                f"alpha_min {' '.join(map(str, self.alpha_min))} and seed {' '.join(map(str, self.seed))} name the run "
+                f"{max(names, key=names.count)} twice: list values that differ, in six digits"
+            )
+
+    @property
+    def runs(self) -> list[Config]:
+        """The single runs, seed by seed; `out` is the run folder of one and the parent of several."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        runs = [
+            Config(**common | {"seed": seed, "alpha_min": alpha_min})
+            for seed, alpha_min in itertools.product(self.seed, self.alpha_min)
+        ]
+        if len(runs) == 1 or not self.out:
+            return runs
+        return [dataclasses.replace(run, out=f"{self.out}/{run.name}") for run in runs]
 
 
 # ---- Equations ------------------------------------------------------------------------------------------------------
 
 
-def shortcut_weights(depth: int, alpha_min: float) -> list[float]:
+def shortcut_weights(depth: int, alpha_min: float, schedule: str = "linear", decay_on: str = "both") -> list[float]:
     """Eq. 5, per shortcut: α = linspace(1, α_min, 2·depth), attention and MLP of each block in turn.
 
     Equal steps, both ends included, as the authors' code has it; the printed δ = (1 − α_min)/L does not reach α_min.
+    `cosine` has the same ends and falls most in the middle; `constant` is α_min throughout; `learned` starts at √½.
+    With `decay_on` attn or mlp only these fall, in depth steps, and the others are 1.
     """
-    return torch.linspace(1.0, alpha_min, 2 * depth, dtype=torch.float64).tolist()
+    count = 2 * depth if decay_on == "both" else depth
+    alphas = torch.linspace(1.0, alpha_min, count, dtype=torch.float64)
+    if schedule == "cosine":
+        fallen = 0.5 - 0.5 * torch.cos(torch.linspace(0, math.pi, count, dtype=torch.float64))
+        alphas = torch.lerp(alphas[0], alphas[-1], fallen)
+    elif schedule != "linear":
+        alphas = torch.full_like(alphas, alpha_min if schedule == "constant" else 0.5**0.5)
+    if decay_on != "both":
+        ones = torch.ones_like(alphas)
+        alphas = torch.stack((alphas, ones) if decay_on == "attn" else (ones, alphas), dim=1).flatten()
+    return alphas.tolist()
+
+
+def shortcut_pairs(config: Config) -> list[tuple[float, float]]:
+    """(a, b) of every shortcut x ← a·x + b·f(x), attention and MLP of each block in turn; Eq. 3 is (α, 1)."""
+    if config.shortcut == "scale-both":
+        return [(config.scale, config.scale)] * (2 * config.depth)
+    if config.shortcut == "scale-branch":
+        return [(1.0, config.scale)] * (2 * config.depth)
+    alphas = shortcut_weights(config.depth, config.alpha_min, config.schedule, config.decay_on)
+    return [(alpha, 1.0) for alpha in alphas]
+
+
+def weighted_sum(weights: tuple[float | Tensor, float | Tensor], x: Tensor, branch: Tensor) -> Tensor:
+    """a·x + b·f(x) for weights (a, b); with plain numbers and b = 1 it costs no more than the plain sum."""
+    a, b = weights
+    branch = branch if isinstance(b, float) and b == 1 else b * branch
+    return a * x + branch if isinstance(a, Tensor) else torch.add(branch, x, alpha=a)
+
+
+def drop_factors(noise: Tensor, drop_path: float) -> Tensor:
+    """Stochastic depth (Huang et al. 2016): the factor of every branch (b, 2·depth), from noise as large in [0, 1).
+
+    0 with chance p·l/L in block l = 1 … L, each branch and sample for itself, else 1/(1 − p·l/L): 1 on average.
+    """
+    depth = noise.shape[1] // 2
+    chance = drop_path * torch.arange(1, depth + 1, device=noise.device).repeat_interleave(2) / depth
+    return (noise >= chance) / (1 - chance)
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -279,16 +392,30 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block whose two shortcuts are weakened (Eq. 3): the paper's one change."""
 
-    def __init__(self, width: int, heads: int, alpha_attn: float = 1.0, alpha_mlp: float = 1.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        attn: tuple[float, float] = (1.0, 1.0),
+        mlp: tuple[float, float] = (1.0, 1.0),
+        learned: bool = False,
+    ) -> None:
         super().__init__()
-        self.alpha_attn, self.alpha_mlp = alpha_attn, alpha_mlp
+        self.pairs = [attn, mlp]  # (a, b) of each shortcut
+        self.logits = nn.Parameter(torch.logit(torch.tensor([attn[0], mlp[0]]))) if learned else None
         self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.add(self.attn(self.norm1(x)), x, alpha=self.alpha_attn)  # α·x + f(x)
-        x = torch.add(self.mlp(self.norm2(x)), x, alpha=self.alpha_mlp)
+    def weights(self, drop: Tensor | None = None) -> list[tuple[float | Tensor, float | Tensor]]:
+        """(a, b) of both shortcuts as they are now: learned or not, b times the factors `drop` (b, 2) of the branches."""
+        pairs = self.pairs if self.logits is None else [(a, 1.0) for a in self.logits.sigmoid()]
+        return pairs if drop is None else [(a, b * d[:, None, None]) for (a, b), d in zip(pairs, drop.unbind(1))]
+
+    def forward(self, x: Tensor, drop: Tensor | None = None) -> Tensor:
+        attn, mlp = self.weights(drop)
+        x = weighted_sum(attn, x, self.attn(self.norm1(x)))  # a·x + b·f(x); a = α, b = 1 in Eq. 3
+        x = weighted_sum(mlp, x, self.mlp(self.norm2(x)))
         return x
 
 
@@ -321,12 +448,13 @@ class MaskedAutoencoder(nn.Module):
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("std", torch.ones(channels))
 
-        alphas = shortcut_weights(config.depth, config.alpha_min)
+        pairs = shortcut_pairs(config)
         self.embed = nn.Linear(values, width)
         self.cls = nn.Parameter(torch.zeros(width))
         self.register_buffer("positions", sincos_positions(grid, width), persistent=False)
         self.encoder = nn.ModuleList(
-            Block(width, config.heads, alphas[2 * l], alphas[2 * l + 1]) for l in range(config.depth)
+            Block(width, config.heads, pairs[2 * l], pairs[2 * l + 1], learned=config.schedule == "learned")
+            for l in range(config.depth)
         )  # no norm at the end, as in the authors' code
 
         self.mask_token = nn.Parameter(torch.zeros(decoder_width))
@@ -367,15 +495,23 @@ class MaskedAutoencoder(nn.Module):
         """Images (b, c, h, w), 0 … 255, to standardised patches (b, n, p)."""
         return patchify((images - self.mean[:, None, None]) / self.std[:, None, None], self.patch)
 
-    def encode(self, patches: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
-        """Tokens (b, 1 + k, d) after every block, class token first; of the `kept` patches (b, k), or of all."""
+    @property
+    def alphas(self) -> list[float]:
+        """The shortcuts' weights as they are now, in order."""
+        return [float(a) for block in self.encoder for a, _ in block.weights()]
+
+    def encode(self, patches: Tensor, kept: Tensor | None = None, drops: Tensor | None = None) -> Iterator[Tensor]:
+        """Tokens (b, 1 + k, d) after every block, class token first; of the `kept` patches (b, k), or of all.
+
+        `drops` (b, 2·depth), if given, are the branches' factors (drop_factors).
+        """
         positions = self.positions
         if kept is not None:
             patches, positions = take(patches, kept), positions[kept]
         x = self.embed(patches) + positions  # (b, k, d)
         x = torch.cat([self.cls.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
-        for block in self.encoder:
-            x = block(x)
+        for l, block in enumerate(self.encoder):
+            x = block(x, None if drops is None else drops[:, 2 * l : 2 * l + 2])
             yield x
 
     def decode(self, layers: list[Tensor], restore: Tensor) -> Tensor:
@@ -391,11 +527,11 @@ class MaskedAutoencoder(nn.Module):
             x = block(x)
         return self.head(self.decoder_norm(x))[:, 1:]
 
-    def forward(self, images: Tensor, noise: Tensor) -> Tensor:
+    def forward(self, images: Tensor, noise: Tensor, drops: Tensor | None = None) -> Tensor:
         """Mean squared error on the masked patches, per-patch normalised; noise (b, n) chooses them."""
         patches = self.patches(images)
         kept, masked, restore = random_mask(noise, self.kept)
-        prediction = take(self.decode(list(self.encode(patches, kept)), restore), masked)
+        prediction = take(self.decode(list(self.encode(patches, kept, drops)), restore), masked)
         target, _, _ = normalized(take(patches, masked))
         return F.mse_loss(prediction.float(), target)
 
@@ -468,14 +604,13 @@ def train(config: Config) -> dict:
     state["records"] = []  # what metrics.jsonl holds
     start_run(config, saved, model, optimizer, state)
 
-    alphas = shortcut_weights(config.depth, config.alpha_min)
     batch = min(config.batch_size, n)
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
     size = "x".join(map(str, (channels, *config.image_size)))
     print(f"{config.data}: {n} train and {len(data.test)} test images of {size}")
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.kept} of {config.patches} patches "
-        f"visible, {len(alphas)} shortcuts from 1 to {alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}"
+        f"visible, {described(config, model.alphas)}"
     )
     if batch < config.batch_size:
         print(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
@@ -501,9 +636,14 @@ def train(config: Config) -> dict:
         views = probe.augment(views, config.image_size, generator, config.min_scale, config.flip)
         noise = torch.rand(len(views), config.patches, generator=generator, device=device)
 
-        for part, part_noise in zip(views.chunk(config.accumulate), noise.chunk(config.accumulate)):
+        parts = [views.chunk(config.accumulate), noise.chunk(config.accumulate)]
+        if config.drop_path:
+            uniform = torch.rand(len(views), 2 * config.depth, generator=generator, device=device)
+            parts.append(drop_factors(uniform, config.drop_path).chunk(config.accumulate))
+
+        for part in zip(*parts):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
-                loss = loss_of(part, part_noise) * (len(part) / len(views))
+                loss = loss_of(*part) * (len(part[0]) / len(views))
             loss.backward()
             loss_sum += loss.detach()
         if config.clip_grad is not None:
@@ -533,6 +673,8 @@ def train(config: Config) -> dict:
             record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
             record["images_per_second"] = seen / seconds
             due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
+            if config.schedule == "learned":
+                record["alphas"] = model.alphas
             scores = evaluate(model, data, config) if due else {}
             with bar.external_write_mode():
                 print(as_line("train", record), *([as_line("eval", scores)] if due else []), sep="\n", flush=True)
@@ -547,7 +689,7 @@ def train(config: Config) -> dict:
     draw_curves(config, records, state["baselines"])
     draw_reconstructions(config, model, data.test)
     result = {
-        "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
+        "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(model.alphas),
         "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
         "seconds": state["seconds"], "images_per_second": state["images"] / max(state["seconds"], 1e-9),
         "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
@@ -610,8 +752,9 @@ def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
 
     probed = [record for record in records if "per_layer" in record]
     layers = probed[-1]["per_layer"]
-    figure = Figure(figsize=(13, 3.2), layout="constrained")
-    loss, accuracy, spectrum, by_layer = figure.subplots(1, 4)
+    learned = [record for record in records if "alphas" in record]
+    figure = Figure(figsize=(16 if learned else 13, 3.2), layout="constrained")
+    loss, accuracy, spectrum, by_layer, *more = figure.subplots(1, 5 if learned else 4)
     loss.plot([r["epoch"] for r in records], [r["loss"] for r in records], marker=".")
     for name in ("linear", "knn_weighted", "knn_majority"):
         accuracy.plot([r["epoch"] for r in probed], [r[name] for r in probed], marker=".", label=name)
@@ -627,9 +770,22 @@ def draw_curves(config: Config, records: list[dict], baselines: dict) -> None:
     spectrum.set(title="effective rank, last layer (Eq. 6)", xlabel="epoch")
     by_layer.set(title="test accuracy by layer (%)", xlabel="layer")
     accuracy.legend(fontsize=7)
-    for axis in (loss, accuracy, spectrum, by_layer):
+    if learned:
+        draw_learned(more[0], learned)
+    for axis in (loss, accuracy, spectrum, by_layer, *more):
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     save_figure(config.folder / "curves.png", figure)
+
+
+def draw_learned(axis: object, records: list[dict]) -> None:
+    """Learned shortcut weights by shortcut, at a few epochs, the first light and the last dark."""
+    shown = records[:: -max(1, math.ceil(len(records) / 5))][::-1]
+    for i, record in enumerate(shown):
+        numbers = range(1, len(record["alphas"]) + 1)
+        shade = str(0.8 * (1 - (i + 1) / len(shown)))
+        axis.plot(numbers, record["alphas"], marker=".", color=shade, label=f"epoch {record['epoch']}")
+    axis.set(title="learned α", xlabel="shortcut")
+    axis.legend(fontsize=7)
 
 
 def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tensor) -> None:
@@ -650,6 +806,28 @@ def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tenso
             axis.set(xticks=[], yticks=[])
         row[0].set_ylabel(name)
     save_figure(config.folder / "reconstruction.png", figure)
+
+
+def train_all(study: Study) -> tuple[list[dict], int]:
+    """Train what is not yet finished of the study, and report each; the results, and how many runs diverged.
+
+    Every run folder is looked at before the first one is trained. Several runs are compared at the end (rank.py).
+    """
+    runs, results, diverged = study.runs, [], 0
+    for run in runs:
+        open_run(run)
+    for run in runs:
+        try:
+            results.append(train(run))
+        except FloatingPointError as error:
+            diverged += 1
+            print(f"{SCRIPT}.py: {run.name + ': ' if len(runs) > 1 else ''}{error}", file=sys.stderr)
+            continue
+        report(results[-1], run)
+    if len(results) > 1:
+        folders = [str(run.folder) for run in runs if (run.folder / "result.json").exists()]
+        rank.main([*folders, "--out", str(runs[0].folder.with_name(f"{SCRIPT}-{study.data_name}-comparison"))])
+    return results, diverged
 
 
 def report(result: dict, config: Config) -> None:
@@ -676,6 +854,10 @@ ELSEWHERE = ("root", "device", "out", "overwrite", "compile", "recipe", "model")
 DONE = "per_layer"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png")  # and config.json
+GROUPS = {
+    "--data": "data", "--alpha-min": "shortcuts", "--unet": "network", "--epochs": "training", "--pool": "probing",
+    "--seed": "run",
+}  # fmt: skip  # the first flag of each group, and its title in --help
 ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
@@ -700,6 +882,14 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def described(config: Config, alphas: list[float]) -> str:
+    """The shortcuts in words: their number, their weights, and what they leave of the input."""
+    plain = f"a{config.alpha_min:g}"
+    which = "" if config.variant == plain else f" ({config.variant})"
+    ends = f"from {max(alphas):g} to {min(alphas):g}"
+    return f"{len(alphas)} shortcuts {ends}{which}, cumulative decay {rank.alpha_eff(alphas):.3e}"
 
 
 def generator_for(device: torch.device | str, *key: object) -> torch.Generator:
@@ -852,20 +1042,28 @@ def read_json(source: Path | str) -> object:
         return json.loads(source.read_text() if isinstance(source, Path) else source)
 
 
-def parse(arguments: list[str] | None = None) -> Config:
-    """The command line as a Config; tyro's boxed complaints become one line. Raises BadInput."""
-    complaint = io.StringIO()
+def grouped(text: str) -> str:
+    """tyro's help with a title before each of GROUPS."""
+    for flag, title in GROUPS.items():
+        text = re.sub(rf"^(?=  {flag}[ ,])", f" {title} ".ljust(80, "-") + "\n", text, flags=re.MULTILINE)
+    return text
+
+
+def parse(arguments: list[str] | None = None) -> Study:
+    """The command line as a Study; tyro's boxed complaints become one line. Raises BadInput."""
+    complaint, shown = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(Config, args=arguments)
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(shown):
+            return tyro.cli(Study, args=arguments)
     except SystemExit as stop:
         if not stop.code:
+            print(grouped(shown.getvalue()), end="")
             raise
         _, *rows = (row.strip(" │") for row in complaint.getvalue().splitlines())  # a title, then what is wrong
         between_rules = itertools.groupby(rows, lambda row: not row.strip("╰─╯-"))
         wrong = next(list(group) for rule, group in between_rules if not rule)
         text = " ".join(" ".join(wrong).split())
-        text = text.removeprefix("Error parsing Config: ").split(" Got errors:")[0]
+        text = text.removeprefix("Error parsing Study: ").split(" Got errors:")[0]
         raise BadInput(f"{text} (--help lists every flag)") from None
 
 
@@ -875,15 +1073,11 @@ def parse(arguments: list[str] | None = None) -> Config:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
-        config = parse(arguments)
-        report(train(config), config)
-        return 0
+        _, diverged = train_all(parse(arguments))
+        return 1 if diverged else 0
     except BadInput as error:
         print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
         return 2
-    except FloatingPointError as error:
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     except RuntimeError as error:
         if "memory" not in str(error):
             raise

@@ -24,7 +24,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,23 +84,30 @@ def alpha_eff(alphas: Sequence[float]) -> float:
     return math.prod(float(alpha) for alpha in alphas)
 
 
-def alpha_min_for(depth: int, target: float = BEST_ALPHA_EFF, shortcuts_per_block: int = 2) -> float:
-    """The α_min whose linear schedule over `depth` blocks has alpha_eff = `target`, by bisection.
+def alpha_min_for(
+    depth: int,
+    target: float = BEST_ALPHA_EFF,
+    shortcuts_per_block: int = 2,
+    weights: Callable[[float], Sequence[float]] | None = None,
+) -> float:
+    """The α_min whose schedule over `depth` blocks has alpha_eff = `target`, by bisection.
 
     The schedule is Eq. 5 as the authors' code has it: every shortcut its own α, equal steps from 1 to α_min, both ends
-    included. The product grows with α_min, from 0 to 1. Raises ValueError for a target outside (0, 1] or fewer than
-    two shortcuts.
+    included; or `weights`, any other from α_min to the α of every shortcut. The product grows with α_min, to 1.
+    Raises ValueError for a target outside (0, 1] or below what α_min = 0 gives: fewer than two shortcuts, if Eq. 5's.
     """
-    count = depth * shortcuts_per_block
     if not 0 < target <= 1:
         raise ValueError(f"the cumulative decay must lie in (0, 1], not {target}")
-    if count < 2:
-        raise ValueError(f"a schedule from 1 to α_min needs two shortcuts or more, not {count}")
+    count = depth * shortcuts_per_block
+    weights = weights or (lambda alpha_min: [1 - (1 - alpha_min) * i / (count - 1 or 1) for i in range(count)])
     low, high = 0.0, 1.0
+    if alpha_eff(weights(low)) > target:
+        raise ValueError(
+            f"no α_min gives {len(weights(low))} shortcuts a cumulative decay of {target:g}: they need to be two or more"
+        )
     for _ in range(60):
         middle = (low + high) / 2
-        product = alpha_eff([1 - (1 - middle) * i / (count - 1) for i in range(count)])
-        low, high = (middle, high) if product < target else (low, middle)
+        low, high = (middle, high) if alpha_eff(weights(middle)) < target else (low, middle)
     return high
 
 

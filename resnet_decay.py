@@ -30,6 +30,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -68,6 +69,10 @@ RECIPES["mnist"] = RECIPES["fashion-mnist"] | {"flip": False}  # characters are 
 RECIPES["svhn"] = RECIPES["cifar"] | {"flip": False}
 RECIPE_OF = {name: name for name in ("digits", "mnist", "fashion-mnist", "svhn")}  # a named data set's recipe
 RECIPE_OF |= {"kmnist": "mnist", "cifar10": "cifar", "cifar100": "cifar", "stl10": "cifar"}
+VARIANTS = {
+    "schedule": ("linear", "cosine", "constant", "learned"),
+    "shortcut": ("decay", "scale-both", "scale-branch"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,10 @@ class Config:
     recipe: str | None = None  # digits, fashion-mnist, mnist, cifar, svhn or imagenet; None: the data set's
     alpha_min: float = 0.7  # weight of the last shortcut (paper Eq. 5; 0.7: its best ResNet-18)
     blocks: int = 8  # 8 (ResNet-18) to 16: more blocks in the third stage (paper B.3)
+    schedule: str = "linear"  # how α falls from 1: linear, cosine, constant (α_min throughout) or learned
+    shortcut: str = "decay"  # α·x + f (Eq. 3); scale-both: c·(x + f); scale-branch: x + c·f (paper Table 3b)
+    scale: float = 0.5**0.5  # the constant c of these two
+    drop_path: float = 0.0  # stochastic depth: the last block's chance to be dropped, the lth of L has l/L of it
     decay_projections: bool = True  # weaken the three projection shortcuts like the others; else they stay at 1
 
     image_size: tuple[int, ...] | int | None = None  # pixels: one number, or height and width
@@ -108,14 +117,17 @@ class Config:
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
     def __post_init__(self) -> None:
-        if self.recipe not in (None, *RECIPES):
-            raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, not {self.recipe!r}")
+        for name, table in (("recipe", RECIPES), *VARIANTS.items()):
+            if getattr(self, name) not in (None, *table):
+                raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
         for name, value in RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         size = (self.image_size,) if isinstance(self.image_size, int) else tuple(self.image_size)
         object.__setattr__(self, "image_size", size * 2 if len(size) == 1 else size)
         self._check()
+        if self.shortcut != "decay" or self.schedule == "learned":
+            object.__setattr__(self, "alpha_min", 1.0)  # nothing falls to it
 
     def _check(self) -> None:
         """Raises ValueError for a value that can't be meant."""
@@ -131,6 +143,15 @@ class Config:
             )
         if not 0 <= self.alpha_min <= 1:
             raise ValueError(f"alpha_min must lie in [0, 1], not {self.alpha_min}")
+        for name, default in (("schedule", "linear"), ("decay_projections", True)):
+            if self.shortcut != "decay" and getattr(self, name) != default:
+                raise ValueError(f"{name} {getattr(self, name)} is of --shortcut decay, not of {self.shortcut}")
+        if self.schedule == "learned" and not self.decay_projections:
+            raise ValueError("schedule learned learns every shortcut: decay_projections must be True, not False")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale must lie in (0, 1], not {self.scale}")
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path must lie in [0, 1), not {self.drop_path}")
         if not 8 <= self.blocks <= 16:
             raise ValueError(f"blocks must lie in 8 to 16, not {self.blocks}")
         if self.batch_size < 2:
@@ -153,8 +174,16 @@ class Config:
         return self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
 
     @property
+    def variant(self) -> str:
+        """The shortcut in short: a0.7, a0.7-cosine, learned, scale-both0.7071."""
+        if self.shortcut != "decay":
+            return f"{self.shortcut}{self.scale:.4g}"
+        falls = f"a{self.alpha_min:g}" + (f"-{self.schedule}" if self.schedule != "linear" else "")
+        return "learned" if self.schedule == "learned" else falls
+
+    @property
     def name(self) -> str:
-        return f"resnet_decay-{self.data_name}-b{self.blocks}-a{self.alpha_min:g}-s{self.seed}"
+        return f"resnet_decay-{self.data_name}-b{self.blocks}-{self.variant}-s{self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -180,6 +209,8 @@ class Study(Config):
             shown = {f"{value + 0.0:g}" if name == "alpha_min" else value for value in values}
             if len(shown) < len(values):
                 raise ValueError(f"{name} must list values that differ in six digits, not {' '.join(map(str, values))}")
+        if self.shortcut != "decay" or self.schedule == "learned":
+            object.__setattr__(self, "alpha_min", (1.0,))  # nothing falls to it
         list(self.runs)  # making them checks their values
 
     @property
@@ -207,15 +238,49 @@ def blocks_of_stages(depth: int) -> tuple[int, int, int, int]:
     return 2, 2, depth - 6, 2
 
 
-def shortcut_weights(depth: int, alpha_min: float, decay_projections: bool = True) -> list[float]:
+def shortcut_weights(
+    depth: int, alpha_min: float, decay_projections: bool = True, schedule: str = "linear"
+) -> list[float]:
     """Eq. 5, one shortcut per block: α = linspace(1, α_min, depth), equal steps, both ends included.
 
+    `cosine` has the same ends and falls most in the middle; `constant` is α_min throughout; `learned` starts at √½.
     Without `decay_projections` the first shortcuts of stages 2, 3 and 4 are 1 and the others what they were.
     """
-    alphas = torch.linspace(1.0, alpha_min, depth, dtype=torch.float64).tolist()
+    alphas = torch.linspace(1.0, alpha_min, depth, dtype=torch.float64)
+    if schedule == "cosine":
+        fallen = 0.5 - 0.5 * torch.cos(torch.linspace(0, math.pi, depth, dtype=torch.float64))
+        alphas = torch.lerp(alphas[0], alphas[-1], fallen)
+    elif schedule != "linear":
+        alphas = torch.full_like(alphas, alpha_min if schedule == "constant" else 0.5**0.5)
     projections = itertools.accumulate(blocks_of_stages(depth)[:3])  # the blocks that begin a stage
     undecayed = set() if decay_projections else set(projections)
-    return [1.0 if l in undecayed else alpha for l, alpha in enumerate(alphas)]
+    return [1.0 if l in undecayed else alpha for l, alpha in enumerate(alphas.tolist())]
+
+
+def shortcut_pairs(config: Config) -> list[tuple[float, float]]:
+    """(a, b) of every shortcut x ← a·x + b·f(x), block by block; Eq. 3 is (α, 1)."""
+    if config.shortcut == "scale-both":
+        return [(config.scale, config.scale)] * config.blocks
+    if config.shortcut == "scale-branch":
+        return [(1.0, config.scale)] * config.blocks
+    alphas = shortcut_weights(config.blocks, config.alpha_min, config.decay_projections, config.schedule)
+    return [(alpha, 1.0) for alpha in alphas]
+
+
+def weighted_sum(weights: tuple[float | Tensor, float | Tensor], x: Tensor, branch: Tensor) -> Tensor:
+    """a·x + b·f(x) for weights (a, b); with plain numbers and b = 1 it costs no more than the plain sum."""
+    a, b = weights
+    branch = branch if isinstance(b, float) and b == 1 else b * branch
+    return a * x + branch if isinstance(a, Tensor) else torch.add(branch, x, alpha=a)
+
+
+def drop_factors(noise: Tensor, drop_path: float) -> Tensor:
+    """Stochastic depth (Huang et al. 2016): the factor of every branch (b, blocks), from noise as large in [0, 1).
+
+    0 with chance p·l/L in block l = 1 … L, each sample for itself, else 1/(1 − p·l/L): 1 on average.
+    """
+    chance = drop_path * torch.arange(1, noise.shape[1] + 1, device=noise.device) / noise.shape[1]
+    return (noise >= chance) / (1 - chance)
 
 
 # ---- Model ----------------------------------------------------------------------------------------------------------
@@ -229,17 +294,25 @@ def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Modul
 class Block(nn.Module):
     """Basic block (He et al. 2016) whose shortcut is weakened (Eq. 3): the paper's one change."""
 
-    def __init__(self, inputs: int, width: int, stride: int = 1, alpha: float = 1.0) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int = 1, pair: tuple[float, float] = (1.0, 1.0), learned: bool = False
+    ) -> None:
         super().__init__()
-        self.alpha = alpha
+        self.pair = pair  # (a, b) of the shortcut
+        self.logit = nn.Parameter(torch.logit(torch.tensor(pair[0]))) if learned else None
         self.branch = nn.Sequential(
             *conv(inputs, width, 3, stride), nn.ReLU(inplace=True), *conv(width, width, 3)
         )  # fmt: skip
         same = inputs == width and stride == 1
         self.shortcut = nn.Identity() if same else nn.Sequential(*conv(inputs, width, 1, stride))  # else: projection
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.add(self.branch(x), self.shortcut(x), alpha=self.alpha)  # α·x + f(x)
+    def weights(self, drop: Tensor | None = None) -> tuple[float | Tensor, float | Tensor]:
+        """(a, b) as they are now: learned or not, b times the factors `drop` (b,) of the branch."""
+        a, b = self.pair if self.logit is None else (self.logit.sigmoid(), 1.0)
+        return (a, b) if drop is None else (a, b * drop[:, None, None, None])
+
+    def forward(self, x: Tensor, drop: Tensor | None = None) -> Tensor:
+        x = weighted_sum(self.weights(drop), self.shortcut(x), self.branch(x))  # a·x + b·f(x); a = α, b = 1 in Eq. 3
         return F.relu(x, inplace=True)
 
 
@@ -262,13 +335,14 @@ class ResNet(nn.Module):
             pool = nn.MaxPool2d(3, stride=2, padding=1)
             self.stem = nn.Sequential(*conv(channels, width, 7, stride=2), nn.ReLU(inplace=True), pool)
 
-        alphas = iter(shortcut_weights(config.blocks, config.alpha_min, config.decay_projections))
+        pairs, learned = iter(shortcut_pairs(config)), config.schedule == "learned"
         self.stages = nn.ModuleList()  # at 1, 1/2, 1/4 and 1/8 of the stem's size
         inputs = width
         for i, count in enumerate(blocks_of_stages(config.blocks)):
             stage = nn.Sequential()
             for l in range(count):
-                stage.append(Block(inputs, width * 2**i, stride=2 if i > 0 and l == 0 else 1, alpha=next(alphas)))
+                stride = 2 if i > 0 and l == 0 else 1
+                stage.append(Block(inputs, width * 2**i, stride, next(pairs), learned))
                 inputs = width * 2**i
             self.stages.append(stage)
         self.head = nn.Linear(inputs, classes)
@@ -286,16 +360,28 @@ class ResNet(nn.Module):
         nn.init.uniform_(self.head.weight, -bound, bound, generator=generator)
         nn.init.uniform_(self.head.bias, -bound, bound, generator=generator)
 
-    def features(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w), 0 … 255, to the last block's output, averaged over places (b, d)."""
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for stage in self.stages for block in stage]
+
+    @property
+    def alphas(self) -> list[float]:
+        """The shortcuts' weights as they are now, in order."""
+        return [float(block.weights()[0]) for block in self.blocks]
+
+    def features(self, images: Tensor, drops: Tensor | None = None) -> Tensor:
+        """Images (b, c, h, w), 0 … 255, to the last block's output, averaged over places (b, d).
+
+        `drops` (b, blocks), if given, are the branches' factors (drop_factors).
+        """
         x = self.stem((images - self.mean[:, None, None]) / self.std[:, None, None])
-        for stage in self.stages:
-            x = stage(x)
+        for l, block in enumerate(self.blocks):
+            x = block(x, None if drops is None else drops[:, l])
         return x.mean(dim=(2, 3))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, drops: Tensor | None = None) -> Tensor:
         """Images (b, c, h, w), 0 … 255, to logits (b, classes)."""
-        return self.head(self.features(images))
+        return self.head(self.features(images, drops))
 
 
 # ---- Train ----------------------------------------------------------------------------------------------------------
@@ -344,22 +430,22 @@ def train(config: Config) -> dict:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # of this network, not of those before it
     model = build(config, data.train, len(data.classes), device)
+    logits = [block.logit for block in model.blocks if block.logit is not None]  # of learned shortcuts: no weight decay
+    others = [p for p in model.parameters() if all(p is not logit for logit in logits)]
+    groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": logits, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(
-        model.parameters(), config.lr, config.momentum, nesterov=config.momentum > 0, weight_decay=config.weight_decay,
-        fused=device.type in ("cpu", "cuda"),
-    )  # fmt: skip
+        groups, config.lr, config.momentum, nesterov=config.momentum > 0, fused=device.type in ("cpu", "cuda")
+    )
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n}
     state["records"] = []  # what metrics.jsonl holds
     start_run(config, saved, model, optimizer, state)
 
-    alphas = shortcut_weights(config.blocks, config.alpha_min, config.decay_projections)
     which = {"alpha_min": config.alpha_min, "blocks": config.blocks, "seed": config.seed}
     size = "x".join(map(str, (channels, *config.image_size)))
     say(
         f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}",
         f"{config.data}: {n} train and {len(data.test)} test images of {size} in {len(data.classes)} classes",
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(alphas)} shortcuts from 1 to "
-        f"{alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}",
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {described(config, model.alphas)}",
     )
     if batch < config.batch_size:
         say(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
@@ -383,8 +469,13 @@ def train(config: Config) -> dict:
         views, truth = images[order[i].to(images.device)].to(device), labels[order[i]].to(device)
         views = probe.augment(views, config.image_size, generator, config.min_scale, config.flip, config.padding)
 
+        drops = None
+        if config.drop_path:
+            uniform = torch.rand(len(views), config.blocks, generator=generator, device=device)
+            drops = drop_factors(uniform, config.drop_path)
+
         with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
-            loss = F.cross_entropy(logits_of(views), truth)
+            loss = F.cross_entropy(logits_of(views, drops), truth)
         loss.backward()
         lr = learning_rate(config, step / steps_per_epoch, batch)
         for group in optimizer.param_groups:
@@ -413,6 +504,8 @@ def train(config: Config) -> dict:
             record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
             record["images_per_second"] = seen / seconds
             due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
+            if config.schedule == "learned":
+                record["alphas"] = model.alphas
             scores = evaluate(model, data) if due else {}
             say(as_line("train", which | record), *([as_line("eval", which | scores)] if due else []))
             state["records"].append(record | scores)
@@ -426,7 +519,7 @@ def train(config: Config) -> dict:
     draw_curves(config, records)
     tested = [{name: r[name] for name in ("epoch", "loss", *SCORES)} for r in records if "accuracy" in r]
     result = {
-        "script": SCRIPT, "data": config.data, **which, "alpha_eff": rank.alpha_eff(alphas), "epochs": config.epochs,
+        "script": SCRIPT, "data": config.data, **which, "alpha_eff": rank.alpha_eff(model.alphas), "epochs": config.epochs,
         "steps": steps, "loss": state["loss"], "seconds": state["seconds"],
         "images_per_second": state["images"] / max(state["seconds"], 1e-9), "peak_memory_bytes": peak_memory(device),
         "device": device_name(device), "torch": torch.__version__,
@@ -534,15 +627,30 @@ def draw_curves(config: Config, records: list[dict]) -> None:
     """curves.png: loss, test accuracy and effective rank against epoch."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    learned = [record for record in records if "alphas" in record]
+    figure = Figure(figsize=(13 if learned else 10, 3.4), layout="constrained")
     figure.suptitle(config.name)
     titles = {"loss": "loss", "accuracy": "test accuracy (%)", "effective_rank": "effective rank (Eq. 6)"}
-    for axis, (name, title) in zip(figure.subplots(1, 3), titles.items()):
+    axes = figure.subplots(1, 4 if learned else 3)
+    if learned:
+        draw_learned(axes[3], learned)
+    for axis, (name, title) in zip(axes, titles.items()):
         held = [record for record in records if name in record]
         axis.plot([record["epoch"] for record in held], [record[name] for record in held], marker=".")
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         axis.set(title=title, xlabel="epoch")
     save_figure(config.folder / "curves.png", figure)
+
+
+def draw_learned(axis: object, records: list[dict]) -> None:
+    """Learned shortcut weights by shortcut, at a few epochs, the first light and the last dark."""
+    shown = records[:: -max(1, math.ceil(len(records) / 5))][::-1]
+    for i, record in enumerate(shown):
+        numbers = range(1, len(record["alphas"]) + 1)
+        shade = str(0.8 * (1 - (i + 1) / len(shown)))
+        axis.plot(numbers, record["alphas"], marker=".", color=shade, label=f"epoch {record['epoch']}")
+    axis.set(title="learned α", xlabel="shortcut")
+    axis.legend(fontsize=7)
 
 
 def report(study: Study, results: list[dict]) -> None:
@@ -583,6 +691,9 @@ ELSEWHERE = ("root", "device", "out", "overwrite", "compile", "recipe", "model")
 DONE = "per_epoch"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, --width or --image-size"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png")  # and config.json
+GROUPS = {
+    "--data": "data", "--alpha-min": "shortcuts", "--image-size": "network", "--epochs": "training", "--eval-every": "run",
+}  # fmt: skip  # the first flag of each group, and its title in --help
 ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
@@ -607,6 +718,14 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def described(config: Config, alphas: list[float]) -> str:
+    """The shortcuts in words: their number, their weights, and what they leave of the input."""
+    plain = f"a{config.alpha_min:g}"
+    which = "" if config.variant == plain else f" ({config.variant})"
+    ends = f"from {max(alphas):g} to {min(alphas):g}"
+    return f"{len(alphas)} shortcuts {ends}{which}, cumulative decay {rank.alpha_eff(alphas):.3e}"
 
 
 def generator_for(device: torch.device | str, *key: object) -> torch.Generator:
@@ -764,14 +883,22 @@ def read_json(source: Path | str) -> object:
         return json.loads(source.read_text() if isinstance(source, Path) else source)
 
 
+def grouped(text: str) -> str:
+    """tyro's help with a title before each of GROUPS."""
+    for flag, title in GROUPS.items():
+        text = re.sub(rf"^(?=  {flag}[ ,])", f" {title} ".ljust(80, "-") + "\n", text, flags=re.MULTILINE)
+    return text
+
+
 def parse(arguments: list[str] | None = None) -> Study:
     """The command line as a Study; tyro's boxed complaints become one line. Raises BadInput."""
-    complaint = io.StringIO()
+    complaint, shown = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(shown):
             return tyro.cli(Study, args=arguments)
     except SystemExit as stop:
         if not stop.code:
+            print(grouped(shown.getvalue()), end="")
             raise
         _, *rows = (row.strip(" │") for row in complaint.getvalue().splitlines())  # a title, then what is wrong
         between_rules = itertools.groupby(rows, lambda row: not row.strip("╰─╯-"))

@@ -36,6 +36,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -93,6 +94,11 @@ MODELS = {  # width, depth, heads (Bao et al. 2023, Table 1)
     "mid": (768, 16, 12),
     "large": (1024, 20, 16),
 }
+VARIANTS = {
+    "schedule": ("linear", "cosine", "constant", "learned"),
+    "decay_on": ("both", "attn", "mlp"),
+    "shortcut": ("decay", "scale-both", "scale-branch"),
+}
 SAMPLERS = ("dpm-solver", "ode", "sde")
 
 
@@ -108,6 +114,11 @@ class Config:
     recipe: str | None = None  # digits, fashion-mnist, mnist, cifar, svhn, imagenet or latents; None: the data set's
     vae: str | None = None  # diffusers' AutoencoderKL, by name or folder: train on its latents; None: on pixels
     alpha_min: float | Literal["auto"] = 0.7  # weight of the last shortcut (paper Eq. 5, Table 4); auto: from the depth
+    schedule: str = "linear"  # how α falls from 1: linear, cosine, constant (α_min throughout) or learned
+    decay_on: str = "both"  # shortcuts that decay: both, attn or mlp (paper Table 3b)
+    shortcut: str = "decay"  # α·x + f (Eq. 3); scale-both: c·(x + f); scale-branch: x + c·f (paper Table 3b)
+    scale: float = 0.5**0.5  # the constant c of these two
+    drop_path: float = 0.0  # stochastic depth: the last block's chance to be dropped, the lth of L has l/L of it
     conditional: bool = False  # tell the network the class
     label_dropout: float = 0.1  # share of the labels that is hidden in training (conditional; Bao et al. 2023)
 
@@ -137,8 +148,8 @@ class Config:
     fid_weights: str | None = None  # torch-fidelity's Inception weights in a file; None: downloaded
     kid: bool = False  # also the kernel Inception distance of these images
     precision_recall: bool = False  # also precision and recall (3 neighbours, in Inception's features)
-    probe_times: tuple[float, ...] = (0.05, 0.15, 0.3)  # noise levels t at which features are probed
 
+    probe_times: tuple[float, ...] = (0.05, 0.15, 0.3)  # noise levels t at which features are probed
     eval_every: int | None = None  # epochs between probes; 0: only at the end
     sample_every: int | None = None  # epochs between grids of samples; 0: only at the end
     probe_limit: int = 130_000  # training images probed at most, evenly over the classes (ImageNet-100 has 126,689)
@@ -156,7 +167,7 @@ class Config:
     label: int | None = None  # their class, from 0 (conditional runs); None: all classes in turn
 
     def __post_init__(self) -> None:
-        for name, table in (("recipe", RECIPES), ("model", MODELS), ("sampler", SAMPLERS)):
+        for name, table in (("recipe", RECIPES), ("model", MODELS), ("sampler", SAMPLERS), *VARIANTS.items()):
             if getattr(self, name) not in (None, *table):
                 raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
         recipe = RECIPES[self.recipe or ("latents" if self.vae else RECIPE_OF.get(self.data, "imagenet"))]
@@ -170,8 +181,11 @@ class Config:
         size = (self.image_size,) if isinstance(self.image_size, int) else tuple(self.image_size)
         object.__setattr__(self, "image_size", size * 2 if len(size) == 1 else size)
         self._check()
+        if self.shortcut != "decay" or self.schedule == "learned":
+            object.__setattr__(self, "alpha_min", 1.0)  # nothing falls to it
         if self.alpha_min == "auto":
-            object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth + 1), 4))
+            weights = partial(shortcut_weights, self.depth, schedule=self.schedule, decay_on=self.decay_on)
+            object.__setattr__(self, "alpha_min", round(rank.alpha_min_for(self.depth + 1, weights=weights), 4))
 
     def _check(self) -> None:
         """Raises ValueError for a value that can't be meant."""
@@ -196,6 +210,15 @@ class Config:
             raise ValueError(f"{name} must be even, not {getattr(self, name)}")
         if self.alpha_min != "auto" and not 0 <= self.alpha_min <= 1:
             raise ValueError(f"alpha_min must lie in [0, 1], or be auto, not {self.alpha_min}")
+        for name, default in (("schedule", "linear"), ("decay_on", "both")):
+            if self.shortcut != "decay" and getattr(self, name) != default:
+                raise ValueError(f"{name} {getattr(self, name)} is of --shortcut decay, not of {self.shortcut}")
+        if self.schedule == "learned" and self.decay_on != "both":
+            raise ValueError(f"schedule learned learns every shortcut: decay_on must be both, not {self.decay_on}")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale must lie in (0, 1], not {self.scale}")
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path must lie in [0, 1), not {self.drop_path}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -237,20 +260,112 @@ class Config:
             raise ValueError(f"label must not be negative, not {self.label}")
 
     @property
+    def data_name(self) -> str:
+        return self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
+
+    @property
+    def variant(self) -> str:
+        """The shortcut in short: a0.7, a0.7-cosine, a0.7-attn, learned, scale-both0.7071."""
+        if self.shortcut != "decay":
+            return f"{self.shortcut}{self.scale:.4g}"
+        parts = ["learned" if self.schedule == "learned" else f"a{self.alpha_min:g}"]
+        parts += [self.schedule] if self.schedule in ("cosine", "constant") else []
+        parts += [self.decay_on] if self.decay_on != "both" else []
+        return "-".join(parts)
+
+    @property
+    def name(self) -> str:
+        return f"{SCRIPT}-{self.data_name}-{self.variant}-s{self.seed}"
+
+    @property
     def folder(self) -> Path:
-        data = self.data if self.data in RECIPE_OF else Path(self.data).expanduser().resolve().name
-        return Path(self.out or f"runs/uvit-{data}-a{self.alpha_min:g}-s{self.seed}").expanduser()
+        return Path(self.out or f"runs/{self.name}").expanduser()
+
+
+@dataclass(frozen=True)
+class Study(Config):
+    """Train a U-ViT with decayed shortcuts to denoise, draw samples, and probe its features; one for every α_min and seed.
+
+    A field that is None takes the data set's recipe, or the named model's size.
+    """
+
+    alpha_min: tuple[float | Literal["auto"], ...] = (0.7,)  # weights of the last shortcut (Eq. 5); auto: by depth
+    seed: tuple[int, ...] = (0,)  # decides everything
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_min", "seed"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must list one value or more, not none")
+        names = [run.name for run in self.runs]  # making them checks their values
+        if self.sample and len(names) > 1:
+            raise ValueError(f"sample takes one seed and no alpha_min, not the {len(names)} pairs that are listed")
+        if len({*names}) < len(names):
+            raise ValueError(
+                f"alpha_min {' '.join(map(str, self.alpha_min))} and seed {' '.join(map(str, self.seed))} name the run "
+                f"{max(names, key=names.count)} twice: list values that differ, in six digits"
+            )
+
+    @property
+    def runs(self) -> list[Config]:
+        """The single runs, seed by seed; `out` is the run folder of one and the parent of several."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        runs = [
+            Config(**common | {"seed": seed, "alpha_min": alpha_min})
+            for seed, alpha_min in itertools.product(self.seed, self.alpha_min)
+        ]
+        if len(runs) == 1 or not self.out:
+            return runs
+        return [dataclasses.replace(run, out=f"{self.out}/{run.name}") for run in runs]
 
 
 # ---- Equations ------------------------------------------------------------------------------------------------------
 
 
-def shortcut_weights(depth: int, alpha_min: float) -> list[float]:
+def shortcut_weights(depth: int, alpha_min: float, schedule: str = "linear", decay_on: str = "both") -> list[float]:
     """Eq. 5, per shortcut: α = linspace(1, α_min, 2·(depth + 1)), attention and MLP of each block in turn.
 
     Equal steps, both ends included, from the first block down over the middle one to the last block up.
+    `cosine` has the same ends and falls most in the middle; `constant` is α_min throughout; `learned` starts at √½.
+    With `decay_on` attn or mlp only these fall, in depth + 1 steps, and the others are 1.
     """
-    return torch.linspace(1.0, alpha_min, 2 * (depth + 1), dtype=torch.float64).tolist()
+    count = 2 * (depth + 1) if decay_on == "both" else depth + 1
+    alphas = torch.linspace(1.0, alpha_min, count, dtype=torch.float64)
+    if schedule == "cosine":
+        fallen = 0.5 - 0.5 * torch.cos(torch.linspace(0, math.pi, count, dtype=torch.float64))
+        alphas = torch.lerp(alphas[0], alphas[-1], fallen)
+    elif schedule != "linear":
+        alphas = torch.full_like(alphas, alpha_min if schedule == "constant" else 0.5**0.5)
+    if decay_on != "both":
+        ones = torch.ones_like(alphas)
+        alphas = torch.stack((alphas, ones) if decay_on == "attn" else (ones, alphas), dim=1).flatten()
+    return alphas.tolist()
+
+
+def shortcut_pairs(config: Config) -> list[tuple[float, float]]:
+    """(a, b) of every shortcut x ← a·x + b·f(x), attention and MLP of each block in turn; Eq. 3 is (α, 1)."""
+    if config.shortcut == "scale-both":
+        return [(config.scale, config.scale)] * (2 * config.depth + 2)
+    if config.shortcut == "scale-branch":
+        return [(1.0, config.scale)] * (2 * config.depth + 2)
+    alphas = shortcut_weights(config.depth, config.alpha_min, config.schedule, config.decay_on)
+    return [(alpha, 1.0) for alpha in alphas]
+
+
+def weighted_sum(weights: tuple[float | Tensor, float | Tensor], x: Tensor, branch: Tensor) -> Tensor:
+    """a·x + b·f(x) for weights (a, b); with plain numbers and b = 1 it costs no more than the plain sum."""
+    a, b = weights
+    branch = branch if isinstance(b, float) and b == 1 else b * branch
+    return a * x + branch if isinstance(a, Tensor) else torch.add(branch, x, alpha=a)
+
+
+def drop_factors(noise: Tensor, drop_path: float) -> Tensor:
+    """Stochastic depth (Huang et al. 2016): the factor of every branch (b, 2·(depth + 1)), from noise as large in [0, 1).
+
+    0 with chance p·l/L in block l = 1 … L, each branch and sample for itself, else 1/(1 − p·l/L): 1 on average.
+    """
+    depth = noise.shape[1] // 2
+    chance = drop_path * torch.arange(1, depth + 1, device=noise.device).repeat_interleave(2) / depth
+    return (noise >= chance) / (1 - chance)
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -361,20 +476,33 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, alpha_attn: float = 1.0, alpha_mlp: float = 1.0, joins: bool = False
+        self,
+        width: int,
+        heads: int,
+        attn: tuple[float, float] = (1.0, 1.0),
+        mlp: tuple[float, float] = (1.0, 1.0),
+        learned: bool = False,
+        joins: bool = False,
     ) -> None:
         super().__init__()
-        self.alpha_attn, self.alpha_mlp = alpha_attn, alpha_mlp
+        self.pairs = [attn, mlp]  # (a, b) of each shortcut
+        self.logits = nn.Parameter(torch.logit(torch.tensor([attn[0], mlp[0]]))) if learned else None
         self.join = nn.Linear(2 * width, width) if joins else None
         self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+    def weights(self, drop: Tensor | None = None) -> list[tuple[float | Tensor, float | Tensor]]:
+        """(a, b) of both shortcuts as they are now: learned or not, b times the factors `drop` (b, 2) of the branches."""
+        pairs = self.pairs if self.logits is None else [(a, 1.0) for a in self.logits.sigmoid()]
+        return pairs if drop is None else [(a, b * d[:, None, None]) for (a, b), d in zip(pairs, drop.unbind(1))]
+
+    def forward(self, x: Tensor, skip: Tensor | None = None, drop: Tensor | None = None) -> Tensor:
         if self.join is not None:
             x = self.join(torch.cat([x, skip], dim=-1))
-        x = torch.add(self.attn(self.norm1(x)), x, alpha=self.alpha_attn)  # α·x + f(x)
-        x = torch.add(self.mlp(self.norm2(x)), x, alpha=self.alpha_mlp)
+        attn, mlp = self.weights(drop)
+        x = weighted_sum(attn, x, self.attn(self.norm1(x)))  # a·x + b·f(x); a = α, b = 1 in Eq. 3
+        x = weighted_sum(mlp, x, self.mlp(self.norm2(x)))
         return x
 
 
@@ -402,9 +530,9 @@ class UViT(nn.Module):
         self.embed = nn.Linear(values, width)
         self.label_embed = nn.Embedding(classes + 1, width) if classes else None
         self.positions = nn.Parameter(torch.zeros(self.extras + n, width))
-        alphas = shortcut_weights(config.depth, config.alpha_min)
+        pairs, learned = shortcut_pairs(config), config.schedule == "learned"
         self.blocks = nn.ModuleList(  # down, the middle one, up
-            Block(width, config.heads, alphas[2 * l], alphas[2 * l + 1], joins=l > half)
+            Block(width, config.heads, pairs[2 * l], pairs[2 * l + 1], learned, joins=l > half)
             for l in range(config.depth + 1)
         )
         self.norm = nn.LayerNorm(width)
@@ -435,8 +563,18 @@ class UViT(nn.Module):
             nn.init.zeros_(block.attn.proj.weight)
             nn.init.zeros_(block.mlp[-1].weight)
 
-    def tokens(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Iterator[Tensor]:
-        """Tokens (b, e + n, d) after every block: time, class (if any), patches."""
+    @property
+    def alphas(self) -> list[float]:
+        """The shortcuts' weights as they are now, in order."""
+        return [float(a) for block in self.blocks for a, _ in block.weights()]
+
+    def tokens(
+        self, x: Tensor, t: Tensor, labels: Tensor | None = None, drops: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Tokens (b, e + n, d) after every block: time, class (if any), patches.
+
+        `drops` (b, 2·(depth + 1)), if given, are the branches' factors (drop_factors).
+        """
         patches = self.embed(patchify(x, self.patch))
         extras = [time_embedding(t, patches.shape[-1])]
         if self.label_embed is not None:
@@ -445,13 +583,14 @@ class UViT(nn.Module):
         skips = []
         half = len(self.blocks) // 2
         for l, block in enumerate(self.blocks):
-            x = block(x, skips.pop() if l > half else None)  # deepest first
+            drop = None if drops is None else drops[:, 2 * l : 2 * l + 2]
+            x = block(x, skips.pop() if l > half else None, drop)  # deepest first
             if l < half:
                 skips.append(x)
             yield x
 
-    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        *_, last = self.tokens(x, t, labels)
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None, drops: Tensor | None = None) -> Tensor:
+        *_, last = self.tokens(x, t, labels, drops)
         patches = self.head(self.norm(last))[:, self.extras :]
         return self.smooth(unpatchify(patches, self.patch, self.size))
 
@@ -523,21 +662,23 @@ def train(config: Config) -> dict:
     models = build(config, shape, len(data.classes), device)
     model, ema = models["model"], models["ema"]
     parameters, averages = list(model.parameters()), list(ema.parameters())
-    optimizer = torch.optim.AdamW(
-        parameters, betas=config.betas, weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda")
-    )
+    logits = [
+        block.logits for block in model.blocks if block.logits is not None
+    ]  # of learned shortcuts: no weight decay
+    others = [p for p in parameters if all(p is not logit for logit in logits)]
+    groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": logits, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
     state |= {"shape": tuple(shape), "records": []}  # records: what metrics.jsonl holds
     start_run(config, saved, models, optimizer, state)
 
-    alphas = shortcut_weights(config.depth, config.alpha_min)
     batch = min(config.batch_size, n)
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
     size = "x".join(map(str, (channels, *config.image_size)))
     print(f"{config.data}: {n} train and {len(data.test)} test images of {size}")
     print(
         f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, {len(model.positions)} tokens, "
-        f"{len(alphas)} shortcuts from 1 to {alphas[-1]:g}, cumulative decay {rank.alpha_eff(alphas):.3e}"
+        f"{described(config, model.alphas)}"
     )
     if batch < config.batch_size:
         print(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
@@ -570,11 +711,15 @@ def train(config: Config) -> dict:
         if config.conditional:
             hidden = torch.rand(len(views), generator=generator, device=device) < config.label_dropout
             truth = torch.where(hidden, model.classes, labels[order[i]].to(device))
+        drops = None
+        if config.drop_path:
+            uniform = torch.rand(len(views), 2 * config.depth + 2, generator=generator, device=device)
+            drops = drop_factors(uniform, config.drop_path)
 
         for part in torch.arange(len(views), device=device).chunk(config.accumulate):
             noisy = perturb(views[part], noise[part], t[part])
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
-                predicted = network(noisy, t[part], truth[part] if truth is not None else None)
+                predicted = network(noisy, t[part], *(None if x is None else x[part] for x in (truth, drops)))
             loss = F.mse_loss(predicted.float(), noise[part]) * (len(part) / len(views))
             loss.backward()
             loss_sum += loss.detach()
@@ -607,6 +752,8 @@ def train(config: Config) -> dict:
             record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
             record["images_per_second"] = seen / seconds
             due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
+            if config.schedule == "learned":
+                record["alphas"] = model.alphas
             scores = evaluate(ema, inputs, config) if due else {}
             with bar.external_write_mode():
                 print(as_line("train", record), *([as_line("eval", scores)] if due else []), sep="\n", flush=True)
@@ -624,7 +771,7 @@ def train(config: Config) -> dict:
     draw_samples(config, sample(ema, config, 64, vae=vae))
     quality = generation_quality(ema, data, config, vae) if config.fid_samples else dict.fromkeys(QUALITY)
     result = {
-        "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(alphas),
+        "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(ema.alphas),
         "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
         "seconds": state["seconds"], "images_per_second": state["images"] / max(state["seconds"], 1e-9),
         "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
@@ -982,11 +1129,15 @@ def draw_curves(config: Config, records: list[dict]) -> None:
     """curves.png: loss by epoch; probe.png: linear probe and effective rank of every block at every noise level."""
     from matplotlib.figure import Figure  # here, as it takes a second
 
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    axis = figure.subplots()
-    axis.plot([r["epoch"] for r in records], [r["loss"] for r in records], marker=".")
-    axis.set(title="loss", xlabel="epoch")
-    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    learned = [record for record in records if "alphas" in record]
+    figure = Figure(figsize=(9 if learned else 5, 3.2), layout="constrained")
+    axes = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
+    axes[0].plot([r["epoch"] for r in records], [r["loss"] for r in records], marker=".")
+    axes[0].set(title="loss", xlabel="epoch")
+    if learned:
+        draw_learned(axes[1], learned)
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     save_figure(config.folder / "curves.png", figure)
 
     probed = [record for record in records if "per_layer" in record][-1]
@@ -1011,6 +1162,39 @@ def draw_curves(config: Config, records: list[dict]) -> None:
         axis.set_xticks(range(blocks), range(1, blocks + 1))
         axis.set_yticks(range(len(times)), times)
     save_figure(config.folder / "probe.png", figure)
+
+
+def draw_learned(axis: object, records: list[dict]) -> None:
+    """Learned shortcut weights by shortcut, at a few epochs, the first light and the last dark."""
+    shown = records[:: -max(1, math.ceil(len(records) / 5))][::-1]
+    for i, record in enumerate(shown):
+        numbers = range(1, len(record["alphas"]) + 1)
+        shade = str(0.8 * (1 - (i + 1) / len(shown)))
+        axis.plot(numbers, record["alphas"], marker=".", color=shade, label=f"epoch {record['epoch']}")
+    axis.set(title="learned α", xlabel="shortcut")
+    axis.legend(fontsize=7)
+
+
+def train_all(study: Study) -> tuple[list[dict], int]:
+    """Train what is not yet finished of the study, and report each; the results, and how many runs diverged.
+
+    Every run folder is looked at before the first one is trained. Several runs are compared at the end (rank.py).
+    """
+    runs, results, diverged = study.runs, [], 0
+    for run in runs:
+        open_run(run)
+    for run in runs:
+        try:
+            results.append(train(run))
+        except FloatingPointError as error:
+            diverged += 1
+            print(f"{SCRIPT}.py: {run.name + ': ' if len(runs) > 1 else ''}{error}", file=sys.stderr)
+            continue
+        report(results[-1], run)
+    if len(results) > 1:
+        folders = [str(run.folder) for run in runs if (run.folder / "result.json").exists()]
+        rank.main([*folders, "--out", str(runs[0].folder.with_name(f"{SCRIPT}-{study.data_name}-comparison"))])
+    return results, diverged
 
 
 def report(result: dict, config: Config) -> None:
@@ -1099,6 +1283,10 @@ ELSEWHERE = (
 DONE = "per_layer"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "probe.png", "samples.png")  # and config.json
+GROUPS = {
+    "--data": "data", "--alpha-min": "shortcuts", "--conditional": "network", "--epochs": "training",
+    "--sampler": "sampling and its quality", "--probe-times": "probing", "--seed": "run", "--sample": "a finished run",
+}  # fmt: skip  # the first flag of each group, and its title in --help
 ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
@@ -1123,6 +1311,14 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+def described(config: Config, alphas: list[float]) -> str:
+    """The shortcuts in words: their number, their weights, and what they leave of the input."""
+    plain = f"a{config.alpha_min:g}"
+    which = "" if config.variant == plain else f" ({config.variant})"
+    ends = f"from {max(alphas):g} to {min(alphas):g}"
+    return f"{len(alphas)} shortcuts {ends}{which}, cumulative decay {rank.alpha_eff(alphas):.3e}"
 
 
 def generator_for(device: torch.device | str, *key: object) -> torch.Generator:
@@ -1275,20 +1471,28 @@ def read_json(source: Path | str) -> object:
         return json.loads(source.read_text() if isinstance(source, Path) else source)
 
 
-def parse(arguments: list[str] | None = None) -> Config:
-    """The command line as a Config; tyro's boxed complaints become one line. Raises BadInput."""
-    complaint = io.StringIO()
+def grouped(text: str) -> str:
+    """tyro's help with a title before each of GROUPS."""
+    for flag, title in GROUPS.items():
+        text = re.sub(rf"^(?=  {flag}[ ,])", f" {title} ".ljust(80, "-") + "\n", text, flags=re.MULTILINE)
+    return text
+
+
+def parse(arguments: list[str] | None = None) -> Study:
+    """The command line as a Study; tyro's boxed complaints become one line. Raises BadInput."""
+    complaint, shown = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(Config, args=arguments)
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(shown):
+            return tyro.cli(Study, args=arguments)
     except SystemExit as stop:
         if not stop.code:
+            print(grouped(shown.getvalue()), end="")
             raise
         _, *rows = (row.strip(" │") for row in complaint.getvalue().splitlines())  # a title, then what is wrong
         between_rules = itertools.groupby(rows, lambda row: not row.strip("╰─╯-"))
         wrong = next(list(group) for rule, group in between_rules if not rule)
         text = " ".join(" ".join(wrong).split())
-        text = text.removeprefix("Error parsing Config: ").split(" Got errors:")[0]
+        text = text.removeprefix("Error parsing Study: ").split(" Got errors:")[0]
         raise BadInput(f"{text} (--help lists every flag)") from None
 
 
@@ -1298,18 +1502,15 @@ def parse(arguments: list[str] | None = None) -> Config:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
-        config = parse(arguments)
-        if config.sample:
-            draw_from(config)
-        else:
-            report(train(config), config)
-        return 0
+        study = parse(arguments)
+        if study.sample:
+            draw_from(study.runs[0])
+            return 0
+        _, diverged = train_all(study)
+        return 1 if diverged else 0
     except BadInput as error:
         print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
         return 2
-    except FloatingPointError as error:
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     except RuntimeError as error:
         if "memory" not in str(error):
             raise

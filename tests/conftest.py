@@ -1,14 +1,19 @@
 """What all tests share: the project on the path, one hypothesis profile, and the smallest run there is."""
 
+import os
 import sys
 from pathlib import Path
 
-import hypothesis
-import pytest
-import torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the tests run in two processes
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import probe  # noqa: E402
 
 hypothesis.settings.register_profile(
     "project", max_examples=25, deadline=None, derandomize=True, database=None,
@@ -43,6 +48,13 @@ def clean(tmp_path, monkeypatch):
     """An empty folder to stand in."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def no_probes(monkeypatch):
+    """Every layer scores 1: for tests of training alone."""
+    scores = dict.fromkeys(("linear", "held_out", "knn_weighted", "knn_majority"), 1.0)
+    monkeypatch.setattr(probe, "evaluate_layers", lambda train, *rest: [dict(scores) for _ in range(train.shape[1])])
 
 
 @pytest.fixture(autouse=True)

@@ -103,9 +103,9 @@ def test_decaying_the_shortcut_is_growing_the_branches(depth, alpha_min):
     product = 1.0
     with torch.no_grad():
         for block in model.encoder:
-            for name, last in (("alpha_attn", block.attn.proj), ("alpha_mlp", block.mlp[-1])):
-                product *= getattr(block, name)
-                setattr(block, name, 1.0)
+            for i, last in enumerate((block.attn.proj, block.mlp[-1])):
+                product *= block.pairs[i][0]
+                block.pairs[i] = (1.0, 1.0)
                 last.weight /= product
                 last.bias /= product
     *_, plain = model.layer_tokens(images)
