@@ -496,6 +496,7 @@ class MaskedAutoencoder(nn.Module):
         return patchify((images - self.mean[:, None, None]) / self.std[:, None, None], self.patch)
 
     @property
+    @torch.no_grad()
     def alphas(self) -> list[float]:
         """The shortcuts' weights as they are now, in order."""
         return [float(a) for block in self.encoder for a, _ in block.weights()]

@@ -103,7 +103,7 @@ def alpha_min_for(
     low, high = 0.0, 1.0
     if alpha_eff(weights(low)) > target:
         raise ValueError(
-            f"no α_min gives {len(weights(low))} shortcuts a cumulative decay of {target:g}: they need to be two or more"
+            f"no α_min gives {len(weights(low))} shortcuts a cumulative decay of {target:g}: it needs two shortcuts or more"
         )
     for _ in range(60):
         middle = (low + high) / 2

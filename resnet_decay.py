@@ -365,6 +365,7 @@ class ResNet(nn.Module):
         return [block for stage in self.stages for block in stage]
 
     @property
+    @torch.no_grad()
     def alphas(self) -> list[float]:
         """The shortcuts' weights as they are now, in order."""
         return [float(block.weights()[0]) for block in self.blocks]

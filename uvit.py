@@ -564,6 +564,7 @@ class UViT(nn.Module):
             nn.init.zeros_(block.mlp[-1].weight)
 
     @property
+    @torch.no_grad()
     def alphas(self) -> list[float]:
         """The shortcuts' weights as they are now, in order."""
         return [float(a) for block in self.blocks for a, _ in block.weights()]

@@ -127,7 +127,7 @@ def test_stages_have_their_size_whatever_the_depth(stage, size):
         model = network(blocks, size=size)
         shapes = []
         for place in model.stages:
-            place.register_forward_hook(lambda module, arguments, output: shapes.append(output.shape))
+            place[-1].register_forward_hook(lambda module, arguments, output: shapes.append(output.shape))
         with torch.no_grad():
             features = model.features(pictures(2, size=size))
         expected = (2, 4 * 2**stage, size[0] // stem // 2**stage, size[1] // stem // 2**stage)

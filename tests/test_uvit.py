@@ -434,7 +434,7 @@ def test_hidden_labels_are_the_null_class_at_their_rate(clean, monkeypatch):
     seen = []
     forward = uvit.UViT.forward
     monkeypatch.setattr(
-        uvit.UViT, "forward", lambda self, x, t, labels: (seen.append(labels), forward(self, x, t, labels))[1]
+        uvit.UViT, "forward", lambda self, x, t, labels, drops: (seen.append(labels), forward(self, x, t, labels))[1]
     )
     monkeypatch.setattr(uvit, "sample", lambda *_, **more: torch.zeros(4, 1, 16, 16, dtype=torch.uint8))
     uvit.train(uvit.Config(**{**TINY_UVIT, "conditional": True, "label_dropout": 0.25, "epochs": 5}))
