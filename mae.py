@@ -86,6 +86,8 @@ VARIANTS = {
     "decay_on": ("both", "attn", "mlp"),
     "shortcut": ("decay", "scale-both", "scale-branch"),
 }
+PROTOCOLS = ("linear", "knn", "linear-imagenet", "finetune", "scratch", "tsne", "segment", "reconstruct")
+OF_PROTOCOLS = ("epochs", "batch_size", "lr", "warmup_epochs")  # what --evaluate takes from the protocol, unless told
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,10 @@ class Config:
     out: str | None = None  # run folder; None: runs/mae-<data>-a<alpha_min>-s<seed>
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
+    evaluate: tuple[str, ...] = ()  # finished runs to evaluate instead of training
+    protocol: tuple[str, ...] = ("linear", "knn")  # also linear-imagenet, finetune, scratch, tsne, segment, reconstruct
+    masks: str | None = None  # segment: a folder with images/* and masks/*.png; None: the digits' ink
+
     def __post_init__(self) -> None:
         for name, table in (("recipe", RECIPES), ("model", MODELS), *VARIANTS.items()):
             if getattr(self, name) not in (None, *table):
@@ -147,6 +153,8 @@ class Config:
         recipe = RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")]
         sizes = ("width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads")
         filled = {**recipe, **dict(zip(sizes, MODELS[self.model or recipe["model"]]))}
+        if self.evaluate:  # the protocol's own, unless told
+            filled = {name: value for name, value in filled.items() if name not in OF_PROTOCOLS}
         for name, value in filled.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -197,8 +205,14 @@ class Config:
             raise ValueError(f"mask_ratio {self.mask_ratio} must keep some of the {self.patches} patches and mask some")
         if not 0 < self.min_scale <= 1:
             raise ValueError(f"min_scale must lie in (0, 1], not {self.min_scale}")
-        if not 0 <= self.warmup_epochs <= self.epochs:
+        if self.warmup_epochs is not None and not 0 <= self.warmup_epochs <= (self.epochs or math.inf):
             raise ValueError(f"warmup_epochs must lie in [0, epochs = {self.epochs}], not {self.warmup_epochs}")
+        for name in {*self.protocol} - {*PROTOCOLS}:
+            raise ValueError(f"protocol must be one or more of {', '.join(PROTOCOLS)}, not {name!r}")
+        if not self.protocol:
+            raise ValueError(f"protocol must name one or more of {', '.join(PROTOCOLS)}")
+        if self.masks is not None and "segment" not in self.protocol:
+            raise ValueError(f"masks {self.masks!r} is for --evaluate with --protocol segment")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -209,7 +223,7 @@ class Config:
             raise ValueError(f"seed must lie in [0, 2^63), not {self.seed}")
         if self.probe_limit < 2:
             raise ValueError(f"probe_limit must be 2 or more, not {self.probe_limit}")
-        if self.accumulate > self.batch_size:
+        if self.batch_size is not None and self.accumulate > self.batch_size:
             raise ValueError(f"accumulate {self.accumulate} is more than the {self.batch_size} images of a batch")
 
     @property
@@ -688,7 +702,7 @@ def train(config: Config) -> dict:
 
     records = state["records"]
     draw_curves(config, records, state["baselines"])
-    draw_reconstructions(config, model, data.test)
+    draw_reconstructions(config.folder / "reconstruction.png", config, [model], data.test)
     result = {
         "script": SCRIPT, "data": config.data, "alpha_min": config.alpha_min, "alpha_eff": rank.alpha_eff(model.alphas),
         "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
@@ -789,24 +803,26 @@ def draw_learned(axis: object, records: list[dict]) -> None:
     axis.legend(fontsize=7)
 
 
-def draw_reconstructions(config: Config, model: MaskedAutoencoder, images: Tensor) -> None:
-    """reconstruction.png: test images, what the encoder sees of them, and the prediction with visible patches kept."""
+def draw_reconstructions(file: Path, config: Config, models: list[MaskedAutoencoder], images: Tensor) -> None:
+    """Figure 8: test images, what the encoder sees of them, and each model's prediction with visible patches kept."""
     from matplotlib.figure import Figure
 
-    device = model.mean.device
-    some = images[:: max(1, len(images) // 10)][:10].to(device)
-    generator = generator_for(device, config.seed, "reconstruction")
-    masked, predicted = model.reconstruct(
-        some, torch.rand(len(some), config.patches, generator=generator, device=device)
-    )
-    figure = Figure(figsize=(len(some) * 1.2, 3.9), layout="constrained")
-    axes = figure.subplots(3, len(some), squeeze=False)
-    for row, name, pictures in zip(axes, ("original", "masked", "reconstruction"), (some, masked, predicted)):
-        for axis, picture in zip(row, pictures.cpu() / 255):
+    some = images[:: max(1, len(images) // 10)][:10]
+    noise = torch.rand(len(some), config.patches, generator=generator_for("cpu", config.seed, "reconstruction"))
+    rows = {"original": some}
+    for i, model in enumerate(models):
+        device = model.mean.device
+        rows["masked"], predicted = (picture.cpu() for picture in model.reconstruct(some.to(device), noise.to(device)))
+        title = "reconstruction" if len(models) == 1 else f"{i + 1}. α_eff {rank.alpha_eff(model.alphas):.2g}"
+        rows[title] = predicted
+    figure = Figure(figsize=(len(some) * 1.2, 1.3 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), len(some), squeeze=False)
+    for row, (name, pictures) in zip(axes, rows.items()):
+        for axis, picture in zip(row, pictures / 255):
             axis.imshow(rearrange(picture.numpy(), "c h w -> h w c"), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
-        row[0].set_ylabel(name)
-    save_figure(config.folder / "reconstruction.png", figure)
+        row[0].set_ylabel(name, fontsize=7)
+    save_figure(file, figure)
 
 
 def train_all(study: Study) -> tuple[list[dict], int]:
@@ -847,17 +863,261 @@ def report(result: dict, config: Config) -> None:
     print(f"pictures, metrics.jsonl, checkpoint.pt and result.json are in {config.folder}", flush=True)
 
 
+# ---- Evaluate finished runs -----------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    """The encoder, the mean of its tokens, a LayerNorm (He et al. 2022 put one there for fine-tuning) and a linear layer."""
+
+    def __init__(self, model: MaskedAutoencoder, classes: int, drop_path: float, generator: torch.Generator) -> None:
+        super().__init__()
+        width = len(model.cls)
+        self.model, self.drop_path, self.branches = model, drop_path, 2 * len(model.encoder)
+        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.head.weight, std=2e-5, generator=generator)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Images (b, c, h, w), 0 … 255, to logits (b, classes); noise (b, branches) drops branches in training."""
+        drops = None if noise is None else drop_factors(noise, self.drop_path)
+        *_, last = self.model.encode(self.model.patches(images), drops=drops)
+        return self.head(self.norm(last.mean(dim=1)))
+
+    @property
+    def stages(self) -> list[list[nn.Parameter]]:
+        """The trained parameters, from the embedding over every block to the head: what layer decay counts."""
+        blocks = [[*block.parameters()] for block in self.model.encoder]
+        return [
+            [self.model.cls, *self.model.embed.parameters()],
+            *blocks,
+            [*self.norm.parameters(), *self.head.parameters()],
+        ]
+
+
+def evaluate_runs(study: Study) -> dict[str, dict]:
+    """`--evaluate RUN …`: the named protocols on finished runs; what each run's evaluation.json gained, by its folder.
+
+    Pictures go into the run folder of one run; of several, one for all, into --out or the folder that they lie in.
+    Raises BadInput where a folder is not a whole run, or where a picture of several runs can't be made.
+    """
+    runs = [load_run(Path(name).expanduser(), study) for name in study.evaluate]
+    first, place = runs[0][0], Path(study.out or runs[0][0].folder).expanduser()
+    name = lambda picture: place / f"{picture}.png"
+    if len(runs) > 1:
+        place = Path(study.out or first.folder.parent).expanduser()
+        name = lambda picture: place / f"{SCRIPT}-{first.data_name}-{picture}.png"
+    shared = [protocol for protocol in ("tsne", "segment", "reconstruct") if protocol in study.protocol]
+    for run, _ in runs[1:] if shared else []:
+        for field in ("data", "image_size", *(["patch_size", "mask_ratio"] if "reconstruct" in shared else [])):
+            if getattr(run, field) != getattr(first, field):
+                raise BadInput(
+                    f"{shared[0]} shows several runs on the same images, and {field} is {getattr(first, field)} in "
+                    f"{first.folder} and {getattr(run, field)} in {run.folder}: name runs that share it"
+                )
+    if "segment" in shared and study.masks is None and first.data != "digits":
+        raise BadInput(
+            f"segment needs masks, and {first.data} has none: name a folder of images and masks with --masks"
+        )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"can't write pictures to {place}: {error.strerror}") from error
+
+    data = {}
+    for run, _ in runs:  # each set once
+        key = (run.data, run.image_size, run.limit)
+        if key not in data:
+            data[key] = probe.load_images(run.data, Path(study.root).expanduser(), *key[1:], run.skip_bad_images)
+    sets = [data[run.data, run.image_size, run.limit] for run, _ in runs]
+    found = {str(run.folder): {} for run, _ in runs}
+    for (run, model), images in zip(runs, sets):
+        scores = found[str(run.folder)]
+        if {"linear", "knn"} & {*study.protocol}:
+            scores["layers"] = evaluate(model, images, run)
+            report_layers(run, scores["layers"], study.protocol)
+        for protocol in ("linear-imagenet", "finetune", "scratch"):
+            if protocol in study.protocol:
+                accuracy = trained_accuracy(protocol, run, model, images, study)
+                scores[protocol] = accuracy
+                print(as_line(protocol, {"accuracy": accuracy["accuracy"]}) + f" run={run.folder}", flush=True)
+    if any("layers" in scores for scores in found.values()):
+        draw_layers(name("layers"), {folder: scores["layers"] for folder, scores in found.items()})
+    models = [model for _, model in runs]
+    if "tsne" in study.protocol:
+        for (run, _), score in zip(runs, draw_tsne(name("tsne"), runs, sets[0], study)):
+            found[str(run.folder)]["tsne"] = {"silhouette": score}
+            print(as_line("tsne", {"silhouette": score}) + f" run={run.folder}")
+    if "segment" in study.protocol:
+        for (run, _), score in zip(runs, draw_segments(name("segment"), runs, sets[0], study)):
+            found[str(run.folder)]["segment"] = {"miou": score}
+            print(as_line("segment", {"miou": score}) + f" run={run.folder}")
+    if "reconstruct" in study.protocol:
+        draw_reconstructions(name("reconstruct"), first, models, sets[0].test)
+    for folder, scores in found.items():
+        before = read_json(Path(folder) / "evaluation.json")
+        merged = (before if isinstance(before, dict) else {}) | scores
+        write_whole(Path(folder) / "evaluation.json", json.dumps(merged, indent=1).encode())
+    print(f"numbers: evaluation.json in each run's folder; pictures: {place}", flush=True)
+    return found
+
+
+def trained_accuracy(
+    protocol: str, run: Config, model: MaskedAutoencoder, data: probe.Images, study: Study
+) -> dict[str, float]:
+    """Test accuracy in percent of a protocol that trains, and what it took: He et al.'s recipe, cut down by the flags."""
+    told = {field: getattr(study, field) for field in OF_PROTOCOLS if getattr(study, field) is not None}
+    seed, device = study.seed[0], model.mean.device
+    chosen = probe.evenly(data.train_labels, study.limit)
+    sets = (data.train[chosen], data.train_labels[chosen], data.test, data.test_labels, run.image_size)
+    how = {"flip": run.flip, "seed": seed, "device": device, **told}
+    if protocol == "linear-imagenet":
+
+        @torch.no_grad()
+        def features_of(images: Tensor) -> Tensor:
+            *_, last = model.layer_tokens(images)
+            return (last.mean(dim=1) if run.pool == "mean" else last[:, 0]).float()
+
+        accuracy = probe.imagenet_probe(features_of, *sets, **how)
+    else:
+        generator = generator_for("cpu", seed, protocol)
+        start = build(run, data.train, device)
+        if protocol == "finetune":
+            start.load_state_dict(model.state_dict())
+        classifier = Classifier(start, len(data.classes), study.drop_path or 0.1, generator)
+        groups = probe.layer_decay_groups(
+            classifier.stages, decay=0.65 if protocol == "finetune" else 1.0, weight_decay=study.weight_decay
+        )
+        accuracy = probe.finetune(classifier, groups, *sets, bf16=run.bf16, **how)
+    return {"accuracy": accuracy, "images": len(chosen), "seed": seed, **told}
+
+
+def report_layers(run: Config, scores: dict, protocols: tuple[str, ...]) -> None:
+    """Table R10, a greppable line a layer: what was asked for, and the norm of the features."""
+    names = ["linear", "held_out"] * ("linear" in protocols) + ["knn_weighted", "knn_majority"] * ("knn" in protocols)
+    for layer in scores["per_layer"]:
+        values = {name: layer[name] for name in ("layer", *names, "effective_rank", "norm")}
+        print(as_line("layer", values).replace("layer layer", "layer number") + f" run={run.folder}", flush=True)
+
+
+def draw_layers(file: Path, scores: dict[str, dict]) -> None:
+    """Table R10 as a figure: linear probe, k-NN and feature norm by layer, a line a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    titles = {"linear": "linear probe (%)", "knn_weighted": "20-NN (%)", "norm": "norm of the features"}
+    for axis, (name, title) in zip(figure.subplots(1, 3), titles.items()):
+        for folder, found in scores.items():
+            layers = found["per_layer"]
+            axis.plot([x["layer"] for x in layers], [x[name] for x in layers], marker=".", label=Path(folder).name)
+        axis.set(title=title, xlabel="layer")
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axis.set_yscale("log")
+    axis.legend(fontsize=7)
+    save_figure(file, figure)
+
+
+def draw_tsne(file: Path, runs: list, data: probe.Images, study: Study) -> list[float]:
+    """Figure 3: the same test images of ten classes, chosen by the seed, in the plane, run beside run; silhouette scores."""
+    from matplotlib.figure import Figure
+
+    generator = generator_for("cpu", study.seed[0], "tsne")
+    classes = torch.randperm(len(data.classes), generator=generator)[:10]
+    index = torch.cat([(data.test_labels == c).nonzero().flatten()[:100] for c in classes])
+    labels = data.test_labels[index]
+    if len(labels.unique()) < 2 or len(index) < 4:
+        raise BadInput(f"tsne needs four test images in two classes, and finds {len(index)} in {len(labels.unique())}")
+    figure, scores = Figure(figsize=(5.5 * len(runs), 5), layout="constrained"), []
+    for axis, (run, model) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
+        pooled = probe.features(
+            model, model.layer_tokens, data.test, device=model.mean.device, index=index, pools=[run.pool]
+        )
+        points, score = probe.tsne(pooled[run.pool][:, -1], labels, study.seed[0])
+        for c in classes.tolist():
+            axis.scatter(*points[labels == c].T, s=6, label=data.classes[c])
+        axis.set(title=f"{run.variant}, silhouette {score:.3f}", xticks=[], yticks=[])
+        scores.append(score)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    save_figure(file, figure)
+    return scores
+
+
+@torch.no_grad()
+def draw_segments(file: Path, runs: list, data: probe.Images, study: Study) -> list[float]:
+    """Figure 4: images, masks, and for every run the normalised cut's first three vectors as red, green and blue, and its
+    clusters; mean IoU in percent, on pixels.
+
+    Tokens of all images (at most 100) are embedded together, last layer, class token left out. The digits' masks are
+    their ink: pixels of half the full brightness and more.
+    """
+    from matplotlib.figure import Figure
+
+    first = runs[0][0]
+    if study.masks is None:
+        images = data.test[:100]
+        masks = (images[:, 0] >= 128).long()
+    else:
+        images, masks = probe.masked_images(study.masks, first.image_size)
+        images, masks = images[:100], masks[:100]
+        if images.shape[1] != data.test.shape[1]:
+            raise BadInput(f"masks {study.masks!r} holds colour images, and {first.data} is grey: name runs on colour")
+    count = len(masks[masks != 255].unique())
+    if count < 2:
+        raise BadInput(f"the masks hold {count} segment: two or more are needed")
+    shown, scores = min(8, len(images)), []
+    rows = [("image", images[:shown].permute(0, 2, 3, 1)), ("mask", masks[:shown])]
+    for run, model in runs:
+        grid = [side // run.patch_size for side in run.image_size]
+        parts = [list(model.layer_tokens(part.to(model.mean.device)))[-1][:, 1:] for part in images.split(50)]
+        tokens = torch.cat(parts).flatten(0, 1).cpu()  # (images · n, d)
+        vectors = probe.normalised_cut(tokens, max(3, count - 1))
+        low, high = vectors.quantile(0.02, dim=0), vectors.quantile(0.98, dim=0)
+        colours = ((vectors - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)[:, :3]
+        clusters = probe.clustered(vectors, count, study.seed[0]).view(len(images), *grid)
+        pixels = clusters.repeat_interleave(run.patch_size, dim=1).repeat_interleave(run.patch_size, dim=2)
+        scores.append(probe.matched_miou(pixels, masks))
+        rows.append((f"{run.variant}\neigenvectors", colours.view(len(images), *grid, -1)[:shown]))
+        rows.append((f"{run.variant}\nmIoU {scores[-1]:.1f}", pixels[:shown]))
+    figure = Figure(figsize=(1.2 * shown + 1, 1.25 * len(rows)), layout="constrained")
+    for axes, (title, pictures) in zip(figure.subplots(len(rows), shown, squeeze=False), rows):
+        for axis, picture in zip(axes, pictures):
+            axis.imshow(picture.squeeze(-1).numpy(), cmap="gray" if title == "image" else "viridis")
+            axis.set(xticks=[], yticks=[])
+        axes[0].set_ylabel(title, fontsize=7)
+    save_figure(file, figure)
+    return scores
+
+
+def load_run(folder: Path, study: Study) -> tuple[Config, MaskedAutoencoder]:
+    """A finished run's config as its checkpoint holds it, and its model, in eval mode. Raises BadInput."""
+    result = read_json(folder / "result.json")
+    if not isinstance(result, dict) or result.get("script") != SCRIPT or DONE not in result:
+        raise BadInput(f"evaluate {str(folder)!r} is not the folder of a finished {SCRIPT}.py run")
+    try:
+        saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["config"].items()}
+        del fields["script"]
+        run = Config(**fields | {"out": str(folder), "device": study.device})
+        channels = len(saved["model"]["mean"])
+        model = MaskedAutoencoder(run, channels)
+        model.load_state_dict(saved["model"])
+    except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
+        raise BadInput(f"{folder}/checkpoint.pt is missing, damaged or not of {SCRIPT}.py: name a whole run") from error
+    return run, model.to(choose_device(study.device)).eval()
+
+
 # ---- Plumbing -------------------------------------------------------------------------------------------------------
 
 
 SCRIPT = "mae"
-ELSEWHERE = ("root", "device", "out", "overwrite", "compile", "recipe", "model")  # not in config.json
+ELSEWHERE = (
+    "root", "device", "out", "overwrite", "compile", "recipe", "model", "evaluate", "protocol", "masks"
+)  # fmt: skip  # not in config.json
 DONE = "per_layer"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png", "reconstruction.png")  # and config.json
 GROUPS = {
     "--data": "data", "--alpha-min": "shortcuts", "--unet": "network", "--epochs": "training", "--pool": "probing",
-    "--seed": "run",
+    "--seed": "run", "--evaluate": "finished runs",
 }  # fmt: skip  # the first flag of each group, and its title in --help
 ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
@@ -1074,7 +1334,11 @@ def parse(arguments: list[str] | None = None) -> Study:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
-        _, diverged = train_all(parse(arguments))
+        study = parse(arguments)
+        if study.evaluate:
+            evaluate_runs(study)
+            return 0
+        _, diverged = train_all(study)
         return 1 if diverged else 0
     except BadInput as error:
         print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)

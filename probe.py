@@ -598,3 +598,264 @@ def evaluate_layers(
 def best_layer(layers: Sequence[dict[str, float]]) -> int:
     """Number (from 1) of the layer with the best held-out accuracy; the earlier one of equals."""
     return 1 + max(range(len(layers)), key=lambda i: layers[i]["held_out"])
+
+
+# ---- Protocols that train -------------------------------------------------------------------------------------------
+
+
+def warm_cosine(epoch: float, epochs: int, warmup: float) -> float:
+    """Share of the peak learning rate at a fractional `epoch`: linear warm-up, then half a cosine to 0."""
+    if epoch < warmup:
+        return epoch / warmup
+    return 0.5 * (1 + math.cos(math.pi * (epoch - warmup) / (epochs - warmup)))
+
+
+def imagenet_probe(
+    features_of: Callable[[Tensor], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    test: Tensor,
+    test_labels: Tensor,
+    size: tuple[int, int],
+    epochs: int = 90,
+    batch_size: int = 16384,
+    lr: float = 0.1,
+    warmup_epochs: float | None = None,
+    flip: bool = True,
+    part: int = 256,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> float:
+    """He et al. 2022's linear probe of ImageNet-1K (their Table 10): the test accuracy in percent.
+
+    `features_of` takes images (b, c, h, w) in 0 … 255 to features (b, d), frozen and in eval mode. A BatchNorm without
+    weights and a linear classifier are trained on random resized crops (a scale of 0.08 and more) and flips by LARS (You
+    et al. 2017), momentum 0.9, no weight decay, `lr` × batch/256, 10 of 90 epochs of warm-up. A batch goes through in parts of
+    `part` images; BatchNorm's statistics are a part's, as those of a GPU's share are in the usual training on several.
+    """
+    from timm.optim import Lars  # here, as timm takes seconds
+
+    n, classes = len(images), int(labels.max()) + 1
+    batch = min(batch_size, n)
+    warmup = epochs / 9 if warmup_epochs is None else warmup_epochs
+    generator = torch.Generator().manual_seed(seed)
+    on_device = torch.Generator(device).manual_seed(seed)
+    width = features_of(fit(images[:1], size).to(device)).shape[1]
+    norm, head = nn.BatchNorm1d(width, eps=1e-6, affine=False).to(device), nn.Linear(width, classes)
+    nn.init.normal_(head.weight, std=0.01, generator=generator)
+    nn.init.zeros_(head.bias)
+    head.to(device)
+    groups = [{"params": [head.weight], "always_adapt": True}, {"params": [head.bias], "always_adapt": False}]
+    optimizer = Lars(groups, momentum=0.9, weight_decay=0.0)  # biases are not adapted, as in He et al.'s code
+    bar = tqdm(range(epochs), "linear probe (LARS)", unit=" epochs", leave=False, disable=None)
+    for epoch in bar:
+        batches = torch.randperm(n, generator=generator).split(batch)
+        for i, index in enumerate(batches):
+            for chosen in index.chunk(math.ceil(len(index) / part)):  # of one size: none is too small for BatchNorm
+                views = augment(images[chosen].to(device), size, on_device, min_scale=0.08, flip=flip)
+                logits = head(norm(features_of(views)))
+                loss = F.cross_entropy(logits, labels[chosen].to(device)) * (len(chosen) / len(index))
+                loss.backward()
+            for group in optimizer.param_groups:
+                group["lr"] = lr * batch / 256 * warm_cosine(epoch + i / len(batches), epochs, warmup)
+            optimizer.step()
+            optimizer.zero_grad()
+        bar.set_postfix_str(f"loss {loss.item() * len(index) / len(chosen):.3f}")
+    norm.eval()
+    return _accuracy(lambda x: head(norm(features_of(x))), test, test_labels, size, device)
+
+
+@torch.no_grad()
+def _accuracy(
+    logits_of: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, size: tuple[int, int], device: object
+) -> float:
+    """Percent of the images that get their label."""
+    right = 0
+    for part, truth in zip(images.split(256), labels.split(256)):
+        right += (logits_of(fit(part, size).to(device)).argmax(dim=1).cpu() == truth).sum().item()
+    return 100 * right / len(labels)
+
+
+def layer_decay_groups(
+    stages: Sequence[Sequence[nn.Parameter]], decay: float = 0.65, weight_decay: float = 0.05
+) -> list[dict]:
+    """Layer-wise learning rates (Clark et al. 2020): AdamW's groups for `stages`, from the embedding to the head.
+
+    Stage i of L gets decay^(L − 1 − i) of the learning rate, as "scale". Vectors have no weight decay.
+    """
+    groups = []
+    for i, parameters in enumerate(stages):
+        for vectors in (False, True):
+            chosen = [p for p in parameters if (p.ndim <= 1) == vectors]
+            scale = decay ** (len(stages) - 1 - i)
+            groups.append({"params": chosen, "weight_decay": 0.0 if vectors else weight_decay, "scale": scale})
+    return [group for group in groups if group["params"]]
+
+
+def randaugmented(images: Tensor, generator: torch.Generator, magnitude: float = 9.0, deviation: float = 0.5) -> Tensor:
+    """RandAugment (Cubuk et al. 2020): two random operations on every uint8 image (b, c, h, w), on the CPU.
+
+    Their strength is normal about `magnitude` of 10, as timm's "rand-m9-mstd0.5".
+    """
+    from torchvision.transforms import v2  # here, as it takes a second
+
+    strengths = magnitude + deviation * torch.randn(len(images), generator=generator)
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with torch.random.fork_rng(devices=[]):  # torchvision draws from the global stream
+        torch.manual_seed(seed)
+        changed = [
+            v2.RandAugment(2, min(100, max(0, round(10 * strength))), num_magnitude_bins=101)(image)
+            for image, strength in zip(images, strengths.tolist())
+        ]
+    return torch.stack(changed)
+
+
+def finetune(
+    classifier: nn.Module,
+    groups: list[dict],
+    images: Tensor,
+    labels: Tensor,
+    test: Tensor,
+    test_labels: Tensor,
+    size: tuple[int, int],
+    epochs: int = 100,
+    batch_size: int = 1024,
+    lr: float = 5e-4,
+    warmup_epochs: float | None = None,
+    flip: bool = True,
+    part: int = 256,
+    bf16: bool = True,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> float:
+    """Train the whole `classifier` by He et al. 2022's recipe for ViT-B (their Table 9): the test accuracy in percent.
+
+    AdamW (0.9, 0.999), `lr` × batch/256 times each group's "scale", 5 of 100 epochs of warm-up, random resized crops, flips,
+    RandAugment (9, 0.5), mixup 0.8 or cutmix 1.0, label smoothing 0.1. `classifier` takes images (b, c, h, w) in 0 … 255 and,
+    in training, noise (b, classifier.branches) for stochastic depth, to logits. A batch goes through in parts of `part`.
+    Raises FloatingPointError where the loss is not finite.
+    """
+    from torchvision.transforms import v2
+
+    n, classes = len(images), int(labels.max()) + 1
+    batch = min(batch_size, n)
+    warmup = epochs / 20 if warmup_epochs is None else warmup_epochs
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    mix = v2.RandomChoice([v2.MixUp(alpha=0.8, num_classes=classes), v2.CutMix(alpha=1.0, num_classes=classes)])
+    generator, on_device = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
+    classifier.to(device).train()
+    bar = tqdm(range(epochs), "fine-tuning", unit=" epochs", leave=False, disable=None)
+    for epoch in bar:
+        batches, loss_sum = torch.randperm(n, generator=generator).split(batch), 0.0
+        for i, index in enumerate(batches):
+            views = augment(images[index].to(device), size, on_device, min_scale=0.08, flip=flip)
+            views = randaugmented(views.round().to(torch.uint8).cpu(), generator)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+                views, truth = mix(views.float(), labels[index])
+            noise = torch.rand(len(views), classifier.branches, generator=on_device, device=device)
+            for rows in torch.arange(len(views)).split(part):
+                with torch.autocast(noise.device.type, torch.bfloat16, enabled=bf16 and noise.is_cuda):
+                    logits = classifier(views[rows].to(device), noise[rows.to(device)])
+                    loss = F.cross_entropy(logits.float(), truth[rows].to(device), label_smoothing=0.1)
+                (loss * (len(rows) / len(views))).backward()
+                loss_sum += loss.item() * len(rows)
+            for group in optimizer.param_groups:
+                share = warm_cosine(epoch + i / len(batches), epochs, warmup)
+                group["lr"] = lr * batch / 256 * group["scale"] * share
+            optimizer.step()
+            optimizer.zero_grad()
+        if not math.isfinite(loss_sum):
+            raise FloatingPointError(f"the loss of fine-tuning is not finite in epoch {epoch + 1}: try a lower --lr")
+        bar.set_postfix_str(f"loss {loss_sum / n:.3f}")
+    classifier.eval()
+    return _accuracy(classifier, test, test_labels, size, device)
+
+
+# ---- Protocols that look --------------------------------------------------------------------------------------------
+
+
+def tsne(features: Tensor, labels: Tensor, seed: int = 0) -> tuple[Tensor, float]:
+    """scikit-learn's t-SNE of features (n, d), in the plane (n, 2), and the silhouette score of the labels there, −1 … 1."""
+    from sklearn.manifold import TSNE  # here, as they take a second
+    from sklearn.metrics import silhouette_score
+
+    perplexity = min(30.0, (len(features) - 1) / 3)
+    points = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.cpu().double().numpy())
+    return torch.from_numpy(points), float(silhouette_score(points, labels.numpy()))
+
+
+def normalised_cut(tokens: Tensor, count: int) -> Tensor:
+    """The first `count` eigenvectors (n, count) of the normalised cut (Shi & Malik 2000) of tokens (n, d), largest first.
+
+    Affinity W = (1 + cosine)/2 between any two tokens, D its row sums: solutions y of W y = λ D y, the constant one left
+    out, each of unit length and with its largest entry positive. W = F Fᵀ with F (n, d + 1), so it is never built.
+    """
+    unit = F.normalize(tokens.double(), dim=1)
+    factor = torch.cat([torch.ones_like(unit[:, :1]), unit], dim=1) / 2**0.5
+    degree = (factor @ factor.sum(dim=0)).clamp(min=1e-12)
+    scaled = factor / degree.sqrt()[:, None]
+    _, vectors = torch.linalg.eigh(scaled.T @ scaled)  # rising
+    chosen = vectors.flip(1)[:, 1 : count + 1]
+    y = F.normalize(scaled @ chosen / degree.sqrt()[:, None], dim=0)
+    largest = y.gather(0, y.abs().argmax(dim=0, keepdim=True))
+    return y * largest.sign()
+
+
+def clustered(vectors: Tensor, count: int, seed: int = 0) -> Tensor:
+    """scikit-learn's k-means: the number of each row's cluster (n,), of `count`."""
+    from sklearn.cluster import KMeans
+
+    found = KMeans(count, n_init=10, random_state=seed).fit_predict(vectors.cpu().numpy())
+    return torch.from_numpy(found).long()
+
+
+def matched_miou(clusters: Tensor, truth: Tensor, ignore: int = 255) -> float:
+    """Mean intersection over union, in percent, of true segments with the clusters that match them best, one to one.
+
+    Both of any shape, the same; the match is Hungarian, over all images together. Pixels labelled `ignore` don't count;
+    a segment that finds no cluster counts as 0. Raises ValueError where nothing is labelled.
+    """
+    from scipy.optimize import linear_sum_assignment  # scikit-learn brings scipy
+
+    counted = truth != ignore
+    if not counted.any():
+        raise ValueError("no pixel of the masks is labelled")
+    _, segments = truth[counted].unique(return_inverse=True)
+    _, found = clusters[counted].unique(return_inverse=True)
+    shape = int(segments.max()) + 1, int(found.max()) + 1
+    both = torch.bincount(segments * shape[1] + found, minlength=shape[0] * shape[1]).view(shape).double()
+    union = both.sum(dim=1, keepdim=True) + both.sum(dim=0) - both
+    rows, columns = linear_sum_assignment((both / union).numpy(), maximize=True)
+    return 100 * (both / union)[rows, columns].sum().item() / shape[0]
+
+
+def masked_images(folder: str | Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """images/* (n, 3, h, w) uint8 and the masks/*.png of the same names (n, h, w), centre squares alike. Raises BadInput.
+
+    A mask is a grey or palette PNG whose values are the segments' numbers; 255 is left out.
+    """
+    from PIL import Image, ImageOps
+
+    folder = Path(folder).expanduser()
+    if not (folder / "images").is_dir() or not (folder / "masks").is_dir():
+        raise BadInput(f"masks {str(folder)!r} must be a folder that holds images/* and masks/*.png of the same names")
+    files = sorted(path for path in (folder / "images").iterdir() if path.suffix.lower() in IMAGE_FILES)
+    images, masks = [], []
+    for path in files:
+        mask_file = folder / "masks" / f"{path.stem}.png"
+        image = _read(path, size)
+        if image is None:
+            raise _unreadable(path)
+        try:
+            with Image.open(mask_file) as mask:
+                if mask.mode not in ("L", "P", "1"):
+                    raise BadInput(f"{mask_file} is of mode {mask.mode}: a mask is a grey or palette PNG of numbers")
+                mask = ImageOps.fit(mask, (size[1], size[0]), Image.Resampling.NEAREST)
+                masks.append(torch.from_numpy(np.asarray(mask).astype(np.int64)))
+        except OSError as error:
+            raise BadInput(f"{path} has no mask that can be read: {mask_file}") from error
+        images.append(torch.from_numpy(image.copy()))
+    if not images:
+        raise BadInput(f"{folder / 'images'} holds no image")
+    return torch.stack(images), torch.stack(masks)

@@ -35,7 +35,7 @@ TINY_RESNET = dict(epochs=2, limit=200, batch_size=50, width=4, alpha_min=0.6, b
 
 def flags(script=None, /, **settings):
     """The script's smallest run, changed by `settings`, as command-line arguments; mae.py's for None."""
-    tiny = {"resnet_decay": TINY_RESNET, "uvit": TINY_UVIT}.get(getattr(script, "__name__", None), TINY)
+    tiny = {"resnet_decay": TINY_RESNET, "uvit": TINY_UVIT}.get(getattr(script, "SCRIPT", None), TINY)
     arguments = []
     for name, value in {**tiny, **settings}.items():
         values = value if isinstance(value, tuple) else (value,)

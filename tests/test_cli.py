@@ -38,7 +38,11 @@ def complaint(capsys, *arguments, script=mae):
     error = capsys.readouterr().err
     assert code == 2, error
     assert len(error.strip().splitlines()) == 1, error
-    assert error.startswith(f"{script.__name__}.py: ") and "Traceback" not in error and len(error) < 400
+    assert (
+        error.startswith(f"{getattr(script, 'SCRIPT', script.__name__)}.py: ")
+        and "Traceback" not in error
+        and len(error) < 400
+    )
     return error
 
 

@@ -32,15 +32,23 @@ def calls_of(test):
         yield {name: value for values in combination for name, value in values.items()}
 
 
-def call(name, request):
-    """Run the test of that name, file::test, with every argument set that pytest would give it."""
+def call(name, request, replaced=None):
+    """Run the test of that name, file::test, with every argument set that pytest would give it.
+
+    Arguments that are modules become what `replaced` has for them.
+    """
     file, test_name = name.split("::")
     test = getattr(importlib.import_module(file.removesuffix(".py")), test_name)
     for arguments in calls_of(test):
+        modules = {key: value for key, value in arguments.items() if isinstance(value, types.ModuleType)}
+        arguments |= {key: (replaced or {}).get(value, value) for key, value in modules.items()}
         wanted = set() if hasattr(test, "hypothesis") else inspect.signature(test).parameters.keys() - arguments.keys()
         fixtures = {name: request.getfixturevalue(name) for name in wanted}
         if "tmp_path" in wanted:  # a folder of its own for every argument set
             fixtures["tmp_path"] = request.getfixturevalue("tmp_path_factory").mktemp("case")
+        if "clean" in wanted:
+            fixtures["clean"] = request.getfixturevalue("tmp_path_factory").mktemp("case")
+            request.getfixturevalue("monkeypatch").chdir(fixtures["clean"])
         test(**arguments, **fixtures)
 
 
@@ -53,7 +61,7 @@ def test_every_mutant_is_killed(file, old, new, name, monkeypatch, request):
         if getattr(place, "__name__", "").startswith("test_") and isinstance(original, types.ModuleType):
             monkeypatch.setattr(place, file.removesuffix(".py"), mutant)
     with pytest.raises((Exception, pytest.fail.Exception)):  # an assertion, or an error that the edit causes
-        call(name, request)
+        call(name, request, {importlib.import_module(file.removesuffix(".py")): mutant})
 
 
 @pytest.mark.parametrize("name", sorted({name for *_, name in MUTANTS}))

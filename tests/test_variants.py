@@ -23,10 +23,12 @@ import resnet_decay
 import uvit
 
 SCRIPTS = [mae, uvit, resnet_decay]
-TINIES = {mae: TINY, uvit: TINY_UVIT, resnet_decay: TINY_RESNET}
+TINIES = {"mae": TINY, "uvit": TINY_UVIT, "resnet_decay": TINY_RESNET}
 SHORT = {  # a few steps; the gradient reaches an untrained autoencoder's encoder in its third
-    mae: dict(epochs=1, limit=100, warmup_epochs=0, batch_size=20), uvit: dict(epochs=1, limit=100), resnet_decay: dict(epochs=1, limit=100),
-}  # fmt: skip
+    "mae": dict(epochs=1, limit=100, warmup_epochs=0, batch_size=20),
+    "uvit": dict(epochs=1, limit=100),
+    "resnet_decay": dict(epochs=1, limit=100),
+}
 DEPTHS = st.integers(1, 5)
 VARIANTS = st.one_of(
     st.fixed_dictionaries(
@@ -283,7 +285,7 @@ def test_auto_has_the_best_vit_bs_cumulative_decay_whatever_the_schedule(script)
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_learned_weights_move_and_are_logged_and_have_no_weight_decay(script, clean, no_probes):
-    settings = TINIES[script] | {"schedule": "learned", "lr": 0.05, "out": "run"}
+    settings = TINIES[script.SCRIPT] | {"schedule": "learned", "lr": 0.05, "out": "run"}
     result = script.train(script.Config(**settings))
     records = [json.loads(line) for line in (clean / "run/metrics.jsonl").read_text().splitlines()]
     assert len(records) == 2 and all(len(r["alphas"]) >= 4 and all(0 < a < 1 for a in r["alphas"]) for r in records)
@@ -319,7 +321,7 @@ def test_variants_train_to_weights_of_their_own_and_dropped_branches_to_the_same
         "both": {"shortcut": "scale-both"},
     }
     for name, variant in variants.items():
-        config = script.Config(**TINIES[script] | SHORT[script] | variant | {"out": name})
+        config = script.Config(**TINIES[script.SCRIPT] | SHORT[script.SCRIPT] | variant | {"out": name})
         script.train(config)
         weights[name] = torch.load(clean / name / "checkpoint.pt", weights_only=True)["model"]
     same = lambda one, two: all(torch.equal(weights[one][name], weights[two][name]) for name in weights[one])
@@ -333,13 +335,13 @@ def test_a_list_of_alpha_min_is_a_run_each_and_ends_with_their_comparison(script
     )
     assert script.main(arguments) == 0
     out = capsys.readouterr().out
-    names = [f"{script.__name__}-digits-a{alpha}-s0" for alpha in ("1", "0.5")]
+    names = [f"{script.SCRIPT}-digits-a{alpha}-s0" for alpha in ("1", "0.5")]
     results = [json.loads((clean / "runs" / name / "result.json").read_text()) for name in names]
     assert [result["alpha_min"] for result in results] == [1.0, 0.5]
-    compared = json.loads((clean / f"runs/{script.__name__}-digits-comparison.json").read_text())
+    compared = json.loads((clean / f"runs/{script.SCRIPT}-digits-comparison.json").read_text())
     (group,) = compared.values()
     assert [row["alpha_min"] for row in group["rows"]] == [1.0, 0.5]
-    assert (clean / f"runs/{script.__name__}-digits-comparison.png").exists()
+    assert (clean / f"runs/{script.SCRIPT}-digits-comparison.png").exists()
     assert out.count("\nresult ") == 2 and "pearson" in out
     assert script.main(arguments) == 0  # a finished study is shown
     assert capsys.readouterr().out.count("is finished") == 2
@@ -354,14 +356,14 @@ def test_a_list_of_alpha_min_is_a_run_each_and_ends_with_their_comparison(script
 def test_out_is_the_folder_of_one_run_and_the_parent_of_several(script):
     assert script.Study(out="here").runs[0].folder.name == "here"
     assert [str(run.folder) for run in script.Study(out="here", alpha_min=(1.0, 0.5)).runs] == [
-        f"here/{script.__name__}-digits-a1-s0", f"here/{script.__name__}-digits-a0.5-s0",
+        f"here/{script.SCRIPT}-digits-a1-s0", f"here/{script.SCRIPT}-digits-a0.5-s0",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("script", [mae, uvit])
 def test_a_folder_that_holds_something_else_stops_the_list_before_it_begins(script, clean, capsys):
-    (clean / f"runs/{script.__name__}-digits-a0.5-s0").mkdir(parents=True)
-    (clean / f"runs/{script.__name__}-digits-a0.5-s0/letter.txt").write_text("dear")
+    (clean / f"runs/{script.SCRIPT}-digits-a0.5-s0").mkdir(parents=True)
+    (clean / f"runs/{script.SCRIPT}-digits-a0.5-s0/letter.txt").write_text("dear")
     assert "not a run's folder" in complaint(capsys, *flags(script, alpha_min=(1.0, 0.5)), script=script)
     assert len(list((clean / "runs").iterdir())) == 1
 
@@ -383,7 +385,7 @@ def test_a_run_that_diverges_is_named_and_the_others_are_trained(script, clean, 
         == 1
     )
     shown = capsys.readouterr()
-    assert shown.err == f"{script.__name__}.py: {script.__name__}-digits-a1-s0: the loss is not finite at step 3\n"
+    assert shown.err == f"{script.SCRIPT}.py: {script.SCRIPT}-digits-a1-s0: the loss is not finite at step 3\n"
     assert "\nresult alpha_min=0.5" in shown.out
 
 
@@ -421,7 +423,7 @@ def test_a_variant_that_has_no_meaning_gets_one_line(script, line, words, clean,
 def test_the_run_folder_tells_the_variant(script):
     name = lambda **settings: script.Config(**settings).folder.name
     blocks = "-b8" if script is resnet_decay else ""
-    start = f"{script.__name__}-digits{blocks}"
+    start = f"{script.SCRIPT}-digits{blocks}"
     assert name(alpha_min=0.5) == f"{start}-a0.5-s0"
     assert name(alpha_min=0.5, schedule="cosine") == f"{start}-a0.5-cosine-s0"
     assert name(alpha_min=0.5, schedule="learned") == f"{start}-learned-s0"
