@@ -640,7 +640,7 @@ def imagenet_probe(
     warmup = epochs / 9 if warmup_epochs is None else warmup_epochs
     generator = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(device).manual_seed(seed)
-    width = features_of(fit(images[:1], size).to(device)).shape[1]
+    width = features_of(fit(images[:1], size).to(device).float()).shape[1]
     norm, head = nn.BatchNorm1d(width, eps=1e-6, affine=False).to(device), nn.Linear(width, classes)
     nn.init.normal_(head.weight, std=0.01, generator=generator)
     nn.init.zeros_(head.bias)
@@ -672,7 +672,7 @@ def _accuracy(
     """Percent of the images that get their label."""
     right = 0
     for part, truth in zip(images.split(256), labels.split(256)):
-        right += (logits_of(fit(part, size).to(device)).argmax(dim=1).cpu() == truth).sum().item()
+        right += (logits_of(fit(part, size).to(device).float()).argmax(dim=1).cpu() == truth).sum().item()
     return 100 * right / len(labels)
 
 
