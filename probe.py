@@ -19,19 +19,21 @@ Shapes: n images, c channels, h height, w width, l layers, d feature width, b ba
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -39,6 +41,88 @@ from tqdm import tqdm
 
 class BadInput(ValueError):
     """A user's mistake: its one-line message says what is wrong, with the value, and what would be right."""
+
+
+# ---- Several processes ----------------------------------------------------------------------------------------------
+# torchrun starts a script N times. Each process does its share of every batch, and what all need is brought together.
+
+
+@contextlib.contextmanager
+def processes_joined(cuda: bool) -> Iterator[None]:
+    """Under torchrun: meet the other processes (NCCL for CUDA's tensors, else gloo); only the first one prints."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield
+        return
+    wait = datetime.timedelta(days=1)  # while the first process decodes or draws
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=wait)
+    try:
+        with contextlib.ExitStack() as quiet:
+            if dist.get_rank() > 0:
+                nowhere = quiet.enter_context(open(os.devnull, "w"))
+                quiet.enter_context(contextlib.redirect_stdout(nowhere))
+                quiet.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def process() -> tuple[int, int]:
+    """This process's number, and how many there are: (0, 1) without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def share(count: int) -> slice:
+    """This process's part of `count` things in a row; the parts differ by one at most."""
+    number, processes = process()
+    return slice(count * number // processes, count * (number + 1) // processes)
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum of every process's x."""
+    if process()[1] > 1:
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
+
+
+def gathered(x: Tensor, count: int) -> Tensor:
+    """Every process's share of `count` rows, in a row: (count, …) from (its share, …)."""
+    number, processes = process()
+    if processes == 1:
+        return x
+    most = -(-count // processes)
+    padded = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in range(processes)]
+    dist.all_gather(parts, padded)
+    lengths = (count * (i + 1) // processes - count * i // processes for i in range(processes))
+    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+
+
+def of_any(flag: bool) -> bool:
+    """Whether any process says so."""
+    return summed(torch.tensor(int(flag))).item() > 0
+
+
+def of_all(items: list) -> list:
+    """Every process's list, joined in order."""
+    if process()[1] == 1:
+        return items
+    lists = [None] * process()[1]
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+@contextlib.contextmanager
+def first_process_first() -> Iterator[None]:
+    """The others enter when the first process has left: it builds a cache, they find it."""
+    number, processes = process()
+    if number > 0:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if number == 0 and processes > 1:
+            dist.barrier()
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
@@ -80,12 +164,13 @@ def load_images(
     """
     if limit is not None and limit < 2:
         raise BadInput(f"limit {limit} leaves too few images of {data}: two or more are needed")
-    if data == "digits":
-        images = _limited(_digits(size), limit)
-    elif data in NAMED_SETS:
-        images = _limited(_named(data, Path(root), size), limit)
-    else:
-        images = _folder(data, Path(root), size, limit, skip_bad)
+    with first_process_first():
+        if data == "digits":
+            images = _limited(_digits(size), limit)
+        elif data in NAMED_SETS:
+            images = _limited(_named(data, Path(root), size), limit)
+        else:
+            images = _folder(data, Path(root), size, limit, skip_bad)
     if len(images.train) < 2:
         raise BadInput(f"{data} has {len(images.train)} training image: two or more are needed")
     return images
@@ -336,28 +421,33 @@ def augment(
     min_scale: float = 0.2,
     flip: bool = True,
     padding: int = 0,
+    batch: int | None = None,
+    place: slice = slice(None),
 ) -> Tensor:
     """Random shift, resized crop and horizontal flip, each image its own: (b, c, H, W) uint8 to (b, c, h, w) float32.
+
+    `images` may be those at `place` of a larger `batch`: they are changed as they would be in it.
 
     `min_scale` is the smallest share of the image's area that a crop keeps; 1 means no crop. `padding` is the longest
     shift in pixels. Values stay in 0 … 255. Everything runs on the images' device, where `generator` must be too.
     """
     b, _, height, width = images.shape
+    batch, device = batch or b, images.device
     if padding:
-        images = random_shift(images, generator, padding)
-    flips = torch.rand(b, generator=generator, device=images.device) < (0.5 if flip else 0.0)
+        places = torch.randint(2 * padding + 1, (2, batch, 1, 1), generator=generator, device=device)
+        images = shifted(images, *places[:, place], padding)
+    flips = torch.rand(batch, generator=generator, device=device)[place] < (0.5 if flip else 0.0)
     if min_scale < 1:
-        boxes = random_boxes(b, height, width, generator, scale=(min_scale, 1.0))
+        boxes = random_boxes(batch, height, width, generator, scale=(min_scale, 1.0))[place]
     else:
-        boxes = torch.tensor([[0, 0, height, width]], device=images.device).expand(b, 4)
+        boxes = torch.tensor([[0, 0, height, width]], device=device).expand(b, 4)
     return crop_and_resize(images, boxes, size, flips)
 
 
-def random_shift(images: Tensor, generator: torch.Generator, padding: int) -> Tensor:
-    """Each image (b, c, h, w) padded with `padding` zeros on every side and cropped to its old size at a random place."""
+def shifted(images: Tensor, top: Tensor, left: Tensor, padding: int) -> Tensor:
+    """Each image (b, c, h, w) padded with `padding` zeros on every side and cropped to its old size at (top, left) (b, 1, 1)."""
     b, _, h, w = images.shape
     padded = F.pad(images, (padding,) * 4)
-    top, left = torch.randint(2 * padding + 1, (2, b, 1, 1), generator=generator, device=images.device)
     rows = top + torch.arange(h, device=images.device)[:, None]  # (b, h, 1)
     columns = left + torch.arange(w, device=images.device)  # (b, 1, w)
     i = torch.arange(b, device=images.device)[:, None, None]
@@ -450,15 +540,19 @@ def features(
 
     `layer_tokens` takes a batch of images (b, c, h, w) and yields the tokens (b, t, d) after every layer: "mean" is
     their mean over all tokens (the authors' code), "cls" the first token. Of the images at `index` (n,), or of all.
-    The model comes back as it was.
+    The model comes back as it was. Several processes share the images, and each gets the features of all.
     """
     pool = {"mean": lambda tokens: tokens.mean(dim=1), "cls": lambda tokens: tokens[:, 0]}
     index = torch.arange(len(images)) if index is None else index
+    if len(index) < process()[1]:
+        raise BadInput(f"{len(index)} images are fewer than the {process()[1]} processes that share them: start fewer")
+    mine = index[share(len(index))]
+    pools = sorted({*pools})  # gathered in the same order by every process
     pooled: dict[str, list[Tensor]] = {name: [] for name in pools}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for part in tqdm(index.split(batch_size), "features", unit=" batches", leave=False, disable=None):
+        for part in tqdm(mine.split(batch_size), "features", unit=" batches", leave=False, disable=None):
             layers: dict[str, list[Tensor]] = {name: [] for name in pools}
             for tokens in layer_tokens(images[part].to(device)):
                 for name in pools:
@@ -468,7 +562,7 @@ def features(
     finally:
         for module, training in modes:
             module.training = training
-    return {name: torch.cat(parts) for name, parts in pooled.items()}
+    return {name: gathered(torch.cat(parts), len(index)) for name, parts in pooled.items()}
 
 
 # ---- Protocols ------------------------------------------------------------------------------------------------------
@@ -583,7 +677,12 @@ def evaluate_layers(
 
     `held_out` is the linear probe's accuracy on a tenth of train that it was not trained on: choose layers by it, and
     report `linear`, the same probe's accuracy on test. The neighbours are those of the whole train set.
+    Several processes share the layers.
     """
+    layers = train.shape[1]
+    train, test = train[:, share(layers)], test[:, share(layers)]
+    if not train.shape[1]:  # more processes than layers
+        return of_all([])
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).to(train.device)
     held, used = order.tensor_split([max(1, len(train) // 10)])
     labels = train_labels.to(train.device)
@@ -592,7 +691,7 @@ def evaluate_layers(
     )
     weighted, majority = knn(train, train_labels, test, test_labels)
     names = ("linear", "held_out", "knn_weighted", "knn_majority")
-    return [dict(zip(names, map(float, row))) for row in zip(linear, held_out, weighted, majority)]
+    return of_all([dict(zip(names, map(float, row))) for row in zip(linear, held_out, weighted, majority)])
 
 
 def best_layer(layers: Sequence[dict[str, float]]) -> int:

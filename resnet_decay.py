@@ -31,8 +31,10 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import sys
+import threading
 import time
 import zlib
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import probe
@@ -388,7 +391,10 @@ class ResNet(nn.Module):
 # ---- Train ----------------------------------------------------------------------------------------------------------
 
 
-DIVERGED = "try a lower --lr or a higher --alpha-min, with another --out or --overwrite"
+DIVERGED = (
+    "try a lower --lr or a higher --alpha-min (the paper's runs are unstable at 0.4 and below), with another --out or "
+    "--overwrite"
+)
 SAVE_SECONDS = 600  # a checkpoint after every epoch, and within epochs that take longer than this
 
 
@@ -397,12 +403,37 @@ def learning_rate(config: Config, epoch: float, batch: int) -> float:
     return config.lr * batch / 256 * 0.5 * (1 + math.cos(math.pi * epoch / config.epochs))
 
 
+def due(config: Config, epoch: int) -> bool:
+    """Whether the network is tested after this epoch, counted from 1."""
+    return epoch == config.epochs or (config.eval_every > 0 and epoch > 0 and epoch % config.eval_every == 0)
+
+
+def share_statistics(model: nn.Module) -> None:
+    """Let BatchNorm's running statistics be their mean over the processes, each of which has seen its shares alone."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and probe.process()[1] > 1:
+            for running in (module.running_mean, module.running_var):
+                running.copy_(probe.summed(running) / probe.process()[1])
+
+
+def check_finite(config: Config, value: float, step: int, lr: float) -> None:
+    """Raises FloatingPointError where the loss, or the sum of the weights, is not finite."""
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
+        )
+
+
 def build(config: Config, images: Tensor, classes: int, device: torch.device) -> ResNet:
     """The untrained model that the seed decides, with the mean and deviation of train `images` (n, c, h, w)."""
     model = ResNet(config, images.shape[1], classes, generator_for("cpu", config.seed, "init"))
     std, mean = torch.std_mean(images[:: max(1, len(images) // 1000)].float(), dim=(0, 2, 3))
     model.mean.copy_(mean)
     model.std.copy_(std.clamp(min=1.0))  # images of one colour have none
+    if (
+        device.type == "cuda" and probe.process()[1] > 1
+    ):  # statistics of the whole batch; on CPUs each share has its own
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # Not on CPUs, though faster there: oneDNN's gradient of a narrow 1×1 convolution writes past its memory (its issue 6035).
     return model.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.contiguous_format)
 
@@ -421,11 +452,16 @@ def train(config: Config) -> dict:
     root = Path(config.root).expanduser()
     data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
     n, channels = data.train.shape[:2]
-    batch = min(config.batch_size, n)
+    batch, (number, processes) = min(config.batch_size, n), probe.process()
     steps_per_epoch = math.ceil(n / batch)
     if n // steps_per_epoch < 2:
         raise BadInput(
             f"batch_size {batch} leaves a batch of one of the {n} images, and BatchNorm needs two: use 3 or more"
+        )
+    if n // steps_per_epoch // processes < 2:
+        raise BadInput(
+            f"batch_size {batch} leaves {processes} processes less than two images each, which BatchNorm needs: use "
+            f"{3 * processes} or more, or start fewer"
         )
 
     if device.type == "cuda":
@@ -439,7 +475,7 @@ def train(config: Config) -> dict:
     )
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n}
     state["records"] = []  # what metrics.jsonl holds
-    start_run(config, saved, model, optimizer, state)
+    lock = start_run(config, saved, model, optimizer, state)
 
     which = {"alpha_min": config.alpha_min, "blocks": config.blocks, "seed": config.seed}
     size = "x".join(map(str, (channels, *config.image_size)))
@@ -454,66 +490,87 @@ def train(config: Config) -> dict:
     images, labels = resident(data.train, device), data.train_labels
     if config.compile:
         torch.compiler.reset()  # it holds eight networks at most
-    logits_of = torch.compile(model) if config.compile else model
+    network = torch.compile(model) if config.compile else model
+    if processes > 1:  # each takes its share of every batch, and gradients are averaged
+        network = DistributedDataParallel(network, [device] if device.type == "cuda" else None)
     steps = config.epochs * steps_per_epoch
     bar = tqdm(
         total=steps, initial=state["step"], desc=as_line("training", which), unit=" steps", leave=None, disable=None
     )
-    loss_sum = torch.tensor(state["loss_sum"], device=device)  # over the steps of this epoch
+    loss_sum = torch.tensor(state["loss_sum"] if number == 0 else 0.0, device=device)  # over the steps of this epoch
     order, seen, started = None, 0, time.monotonic()
-    for step in range(state["step"], steps):
-        epoch, i = divmod(step, steps_per_epoch)
-        if order is None or i == 0:  # equal batches, give or take an image: a small last one would upset BatchNorm
-            order = torch.randperm(n, generator=generator_for("cpu", config.seed, "order", epoch))
-            order = order.tensor_split(steps_per_epoch)
-        generator = generator_for(device, config.seed, "step", step)
-        views, truth = images[order[i].to(images.device)].to(device), labels[order[i]].to(device)
-        views = probe.augment(views, config.image_size, generator, config.min_scale, config.flip, config.padding)
 
-        drops = None
-        if config.drop_path:
-            uniform = torch.rand(len(views), config.blocks, generator=generator, device=device)
-            drops = drop_factors(uniform, config.drop_path)
+    def end_epoch(stop: Stop) -> None:
+        """Test where that is due, and log; may be stopped at once, as the checkpoint has the epoch."""
+        stop.at_once = True
+        record = state["records"][-1]
+        scores = evaluate(model, data) if due(config, record["epoch"]) else {}
+        say(as_line("train", which | record), *([as_line("eval", which | scores)] if scores else []))
+        record |= scores
+        log(config, state["records"])
+        stop.at_once = False
+        if scores:
+            save_checkpoint(config, model, optimizer, state)
 
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
-            loss = F.cross_entropy(logits_of(views, drops), truth)
-        loss.backward()
-        lr = learning_rate(config, step / steps_per_epoch, batch)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_sum += loss.detach()
+    with Stop() as stop:
+        last = state["records"][-1] if state["records"] else {"epoch": 0}
+        if due(config, last["epoch"]) and "accuracy" not in last:  # it was stopped while it was tested
+            end_epoch(stop)
+        for step in range(state["step"], steps):
+            epoch, i = divmod(step, steps_per_epoch)
+            if order is None or i == 0:  # equal batches, give or take an image: a small last one would upset BatchNorm
+                order = torch.randperm(n, generator=generator_for("cpu", config.seed, "order", epoch))
+                order = order.tensor_split(steps_per_epoch)
+            whole = len(order[i])
+            mine = probe.share(whole)
+            index = order[i][mine]
+            generator = generator_for(device, config.seed, "step", step)  # drawn for the whole batch by every process
+            views, truth = images[index.to(images.device)].to(device), labels[index].to(device)
+            crop = (config.image_size, generator, config.min_scale, config.flip, config.padding)
+            views = probe.augment(views, *crop, batch=whole, place=mine)
+            drops = None
+            if config.drop_path:
+                uniform = torch.rand(whole, config.blocks, generator=generator, device=device)[mine]
+                drops = drop_factors(uniform, config.drop_path)
 
-        bar.update()
-        seen += len(views)
-        last_of_epoch = i == steps_per_epoch - 1
-        if not last_of_epoch and step % 20:
-            continue
-        mean_loss, seconds = loss_sum.item() / (i + 1), time.monotonic() - started
-        bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
-        if not math.isfinite(mean_loss):
-            bar.close()
-            raise FloatingPointError(
-                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
-            )
-        if not last_of_epoch and seconds < SAVE_SECONDS:
-            continue
-        state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
-        state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
-        if last_of_epoch:
-            record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
-            record["images_per_second"] = seen / seconds
-            due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
-            if config.schedule == "learned":
-                record["alphas"] = model.alphas
-            scores = evaluate(model, data) if due else {}
-            say(as_line("train", which | record), *([as_line("eval", which | scores)] if due else []))
-            state["records"].append(record | scores)
-            log(config, record | scores)
-            loss_sum.zero_()
-        save_checkpoint(config, model, optimizer, state)
-        seen, started = 0, time.monotonic()
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
+                loss = F.cross_entropy(network(views, drops), truth) * (len(views) / whole)
+            (loss * processes).backward()  # the average over processes becomes the sum
+            lr = learning_rate(config, step / steps_per_epoch, batch)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_sum += loss.detach()
+
+            bar.update()
+            seen += whole
+            last_of_epoch = i == steps_per_epoch - 1
+            if not last_of_epoch and step % 20 and not (stop.signal and processes == 1):
+                continue
+            epoch_sum, stopped = probe.summed(loss_sum).item(), probe.of_any(bool(stop.signal))
+            mean_loss, seconds = epoch_sum / (i + 1), time.monotonic() - started
+            bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
+            check_finite(config, mean_loss, step, lr)
+            if not last_of_epoch and not stopped and seconds < SAVE_SECONDS:
+                continue
+            check_finite(config, sum(p.detach().sum() for p in model.parameters()).item(), step, lr)
+            share_statistics(model)
+            state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else epoch_sum}
+            state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
+            if last_of_epoch:
+                record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
+                record["images_per_second"] = seen / seconds
+                if config.schedule == "learned":
+                    record["alphas"] = model.alphas
+                state["records"].append(record)
+                loss_sum.zero_()
+            save_checkpoint(config, model, optimizer, state)
+            if stopped:
+                raise KeyboardInterrupt(stop.signal or signal.SIGTERM, step + 1)
+            if last_of_epoch:
+                end_epoch(stop)
+            seen, started = 0, time.monotonic()
     bar.close()
 
     records = state["records"]
@@ -527,6 +584,7 @@ def train(config: Config) -> dict:
         **{name: records[-1][name] for name in SCORES}, "per_epoch": tested,
     }  # fmt: skip
     write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    lock.close()
     return result
 
 
@@ -699,9 +757,14 @@ ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; auto takes CUDA, then MPS, then the CPU. Raises BadInput where there is no such device."""
+    """The device of that name; auto takes CUDA, then MPS, then the CPU. Raises BadInput where there is no such device.
+
+    Under torchrun each process of a machine takes a GPU of its own.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda", "mps"):
@@ -710,6 +773,7 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise BadInput(f"device {name!r} can't be used here: use auto, cpu, cuda, cuda:1 or mps") from error
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32
     return device
 
@@ -780,7 +844,8 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
     """
     folder, file = config.folder, config.folder / "checkpoint.pt"
     try:
-        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        names = {name for name in names if not name.endswith((".tmp", ".lock"))}
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
         raise BadInput(f"can't use the run folder {str(folder)[:200]}: {error.strerror}") from error
@@ -814,8 +879,11 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
 
 def start_run(
     config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict
-) -> None:
-    """Make the run folder, or fill model, optimizer and state from the saved checkpoint."""
+) -> object:
+    """Make the run folder, or fill model, optimizer and state from the saved checkpoint; returns the folder's lock.
+
+    Several processes meet here, after every one of them has looked into the folder.
+    """
     folder = config.folder
     if saved:
         try:
@@ -834,14 +902,18 @@ def start_run(
             )
         state |= found
         print(f"going on at step {state['step']}")
+    probe.of_any(False)  # all have met
+    if probe.process()[0] > 0:
+        return open(os.devnull)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = claim(folder)
         if config.overwrite:
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
-        lines = [json.dumps(record) + "\n" for record in state["records"]]
-        write_whole(folder / "metrics.jsonl", "".join(lines).encode())
+        log(config, state["records"])
+        return lock
     except OSError as error:
         raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
 
@@ -850,17 +922,21 @@ def save_checkpoint(config: Config, model: nn.Module, optimizer: torch.optim.Opt
     """Everything that is needed to go on: tensors, numbers and text only."""
     file = io.BytesIO()
     saved = {"config": settings(config), "state": state}
+    if probe.process()[0] > 0:
+        return
     torch.save(saved | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     write_whole(config.folder / "checkpoint.pt", file.getbuffer())
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The file is written whole or not at all."""
+    """The file is written whole or not at all, by the first process."""
+    if probe.process()[0] > 0:
+        return
     partial = path.with_name(path.name + ".tmp")
     try:
         partial.write_bytes(content)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:  # a full disk, Ctrl-C
         partial.unlink(missing_ok=True)
         raise
 
@@ -872,10 +948,48 @@ def save_figure(path: Path, figure: object) -> None:
     write_whole(path, file.getbuffer())
 
 
-def log(config: Config, record: dict) -> None:
-    """Append one line to metrics.jsonl; the checkpoint holds the records too."""
-    with open(config.folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\n")
+def log(config: Config, records: list[dict]) -> None:
+    """metrics.jsonl: a line a record; the checkpoint holds them too."""
+    write_whole(config.folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def claim(folder: Path) -> object:
+    """The open lock of a run folder, which ends with this process. Raises BadInput where another process has it."""
+    file = open(folder / ".lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except OSError as error:
+        raise BadInput(f"{folder} is in use by another process: wait for it, or name another --out") from error
+    return file
+
+
+class Stop:
+    """Ctrl-C and SIGTERM while this is entered: noted, so that a step ends and is saved; a second one stops at once.
+
+    While `at_once` is set the first one does, too: where nothing is left to be saved.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.signal, self.at_once, self.before = None, at_once, {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self.note)
+        return self
+
+    def note(self, number: int, frame: object) -> None:
+        if self.at_once or self.signal:
+            raise KeyboardInterrupt(number)
+        self.signal = number
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def read_json(source: Path | str) -> object:
@@ -916,9 +1030,10 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
         study = parse(arguments)
-        results, diverged = train_all(study)
-        if results:
-            report(study, results)
+        with Stop(at_once=True), probe.processes_joined(choose_device(study.device).type == "cuda"):
+            results, diverged = train_all(study)
+            if results:
+                report(study, results)
         return 1 if diverged else 0
     except BadInput as error:
         print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
@@ -934,10 +1049,12 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a full disk, most often
         print(f"{SCRIPT}.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
-        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from the last checkpoint", file=sys.stderr)
-        return 130
+        number, *step = stop.args or (signal.SIGINT,)
+        place = f"step {step[0]}, which is saved" if step else "the last checkpoint"
+        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from {place}", file=sys.stderr)
+        return 128 + number
 
 
 if __name__ == "__main__":

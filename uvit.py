@@ -37,7 +37,9 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -53,6 +55,7 @@ import torch.nn.functional as F
 import tyro
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import probe
@@ -599,7 +602,10 @@ class UViT(nn.Module):
 # ---- Train ----------------------------------------------------------------------------------------------------------
 
 
-DIVERGED = "try a lower --lr, more --warmup-steps or a higher --alpha-min, with another --out or --overwrite"
+DIVERGED = (
+    "try a lower --lr, more --warmup-steps or a higher --alpha-min (the paper's runs are unstable at 0.4 and below), with "
+    "another --out or --overwrite"
+)
 SAVE_SECONDS = 600  # a checkpoint after every epoch, and within epochs that take longer than this
 
 
@@ -611,6 +617,19 @@ def learning_rate(config: Config, step: int) -> float:
 def ema_decay(config: Config, step: int) -> float:
     """min(ema, (1 + step)/(10 + step)): the moving average forgets its random start."""
     return min(config.ema, (1 + step) / (10 + step))
+
+
+def due(config: Config, epoch: int) -> bool:
+    """Whether the features are probed after this epoch, counted from 1."""
+    return epoch == config.epochs or (config.eval_every > 0 and epoch > 0 and epoch % config.eval_every == 0)
+
+
+def check_finite(config: Config, value: float, step: int, lr: float) -> None:
+    """Raises FloatingPointError where the loss, or the sum of the weights, is not finite."""
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
+        )
 
 
 def scaled(images: Tensor) -> Tensor:
@@ -655,7 +674,14 @@ def train(config: Config) -> dict:
     root = Path(config.root).expanduser()
     data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
     n, channels = data.train.shape[:2]
-    inputs = encoded(vae, data, root) if vae else data  # what the network denoises: images, or latents
+    with probe.first_process_first():
+        inputs = encoded(vae, data, root) if vae else data  # what the network denoises: images, or latents
+    smallest = n % min(config.batch_size, n) or min(config.batch_size, n)
+    if smallest < probe.process()[1]:
+        raise BadInput(
+            f"the smallest batch has {smallest} of the {n} images, fewer than the {probe.process()[1]} processes: choose "
+            "another --batch-size, or start fewer"
+        )
     shape = inputs.train.shape[-3:]
     if shape[1] % config.patch_size or shape[2] % config.patch_size:
         raise BadInput(f"patch_size {config.patch_size} does not divide the latents of {shape[1]}x{shape[2]}")
@@ -671,9 +697,9 @@ def train(config: Config) -> dict:
     optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
     state |= {"shape": tuple(shape), "records": []}  # records: what metrics.jsonl holds
-    start_run(config, saved, models, optimizer, state)
+    lock = start_run(config, saved, models, optimizer, state)
 
-    batch = min(config.batch_size, n)
+    batch, (number, processes) = min(config.batch_size, n), probe.process()
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
     size = "x".join(map(str, (channels, *config.image_size)))
     print(f"{config.data}: {n} train and {len(data.test)} test images of {size}")
@@ -693,78 +719,100 @@ def train(config: Config) -> dict:
 
     images, labels = resident(inputs.train, device), data.train_labels
     network = torch.compile(model) if config.compile else model
+    if processes > 1:  # each takes its share of every batch, and gradients are averaged
+        network = DistributedDataParallel(network, [device] if device.type == "cuda" else None)
     steps_per_epoch = math.ceil(n / batch)
     steps = config.epochs * steps_per_epoch
     bar = tqdm(total=steps, initial=state["step"], desc="training", unit=" steps", disable=None)
-    loss_sum = torch.tensor(state["loss_sum"], device=device)  # over the steps of this epoch
+    loss_sum = torch.tensor(state["loss_sum"] if number == 0 else 0.0, device=device)  # over the steps of this epoch
     order, seen, started = None, 0, time.monotonic()
-    for step in range(state["step"], steps):
-        epoch, i = divmod(step, steps_per_epoch)
-        if order is None or i == 0:
-            order = torch.randperm(n, generator=generator_for("cpu", config.seed, "order", epoch)).split(batch)
-        generator = generator_for(device, config.seed, "step", step)
-        views = images[order[i].to(images.device)].to(device)
-        flips = torch.rand(len(views), generator=generator, device=device) < (0.5 if config.flip else 0.0)
-        views = mirrored(views, flips)
-        t = 1 - torch.rand(len(views), generator=generator, device=device)  # in (0, 1]: 1 is where sampling begins
-        noise = torch.randn(views.shape, generator=generator, device=device)
-        truth = None
-        if config.conditional:
-            hidden = torch.rand(len(views), generator=generator, device=device) < config.label_dropout
-            truth = torch.where(hidden, model.classes, labels[order[i]].to(device))
-        drops = None
-        if config.drop_path:
-            uniform = torch.rand(len(views), 2 * config.depth + 2, generator=generator, device=device)
-            drops = drop_factors(uniform, config.drop_path)
 
-        for part in torch.arange(len(views), device=device).chunk(config.accumulate):
-            noisy = perturb(views[part], noise[part], t[part])
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
-                predicted = network(noisy, t[part], *(None if x is None else x[part] for x in (truth, drops)))
-            loss = F.mse_loss(predicted.float(), noise[part]) * (len(part) / len(views))
-            loss.backward()
-            loss_sum += loss.detach()
-        if config.clip_grad is not None:
-            nn.utils.clip_grad_norm_(parameters, config.clip_grad)
-        lr = learning_rate(config, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, parameters, 1 - ema_decay(config, step))
+    def end_epoch(stop: Stop) -> None:
+        """Probe and sample where that is due, and log; may be stopped at once, as the checkpoint has the epoch."""
+        stop.at_once = True
+        record = state["records"][-1]
+        scores = evaluate(ema, inputs, config) if due(config, record["epoch"]) else {}
+        with bar.external_write_mode():
+            print(as_line("train", record), *([as_line("eval", scores)] if scores else []), sep="\n", flush=True)
+        record |= scores
+        log(config, state["records"])
+        if config.sample_every and record["epoch"] % config.sample_every == 0:
+            draw_samples(config, sample(ema, config, 64, vae=vae))
+        stop.at_once = False
+        if scores:
+            save_checkpoint(config, models, optimizer, state)
 
-        bar.update()
-        seen += len(views)
-        last_of_epoch = i == steps_per_epoch - 1
-        if not last_of_epoch and step % 20:
-            continue
-        mean_loss, seconds = loss_sum.item() / (i + 1), time.monotonic() - started
-        bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
-        if not math.isfinite(mean_loss):
-            raise FloatingPointError(
-                f"the loss is not finite at step {step} (lr {lr:.1e}): {DIVERGED}; {config.folder} keeps what was saved before"
-            )
-        if not last_of_epoch and seconds < SAVE_SECONDS:
-            continue
-        state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else loss_sum.item()}
-        state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
-        if last_of_epoch:
-            record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
-            record["images_per_second"] = seen / seconds
-            due = step + 1 == steps or (config.eval_every and (epoch + 1) % config.eval_every == 0)
-            if config.schedule == "learned":
-                record["alphas"] = model.alphas
-            scores = evaluate(ema, inputs, config) if due else {}
-            with bar.external_write_mode():
-                print(as_line("train", record), *([as_line("eval", scores)] if due else []), sep="\n", flush=True)
-            state["records"].append(record | scores)
-            log(config, record | scores)
-            loss_sum.zero_()
-            if config.sample_every and (epoch + 1) % config.sample_every == 0:
-                draw_samples(config, sample(ema, config, 64, vae=vae))
-        save_checkpoint(config, models, optimizer, state)
-        seen, started = 0, time.monotonic()
+    with Stop() as stop:
+        last = state["records"][-1] if state["records"] else {"epoch": 0}
+        if due(config, last["epoch"]) and "linear" not in last:  # it was stopped while it was probed
+            end_epoch(stop)
+        for step in range(state["step"], steps):
+            epoch, i = divmod(step, steps_per_epoch)
+            if order is None or i == 0:
+                order = torch.randperm(n, generator=generator_for("cpu", config.seed, "order", epoch)).split(batch)
+            whole = len(order[i])
+            mine = probe.share(whole)
+            index = order[i][mine]
+            generator = generator_for(device, config.seed, "step", step)  # drawn for the whole batch by every process
+            uniform = partial(torch.rand, generator=generator, device=device)
+            views = images[index.to(images.device)].to(device)
+            views = mirrored(views, uniform(whole)[mine] < (0.5 if config.flip else 0.0))
+            t = 1 - uniform(whole)[mine]  # in (0, 1]: 1 is where sampling begins
+            noise = torch.randn(whole, *views.shape[1:], generator=generator, device=device)[mine]
+            truth = drops = None
+            if config.conditional:
+                truth = labels[index].to(device)
+                truth = torch.where(uniform(whole)[mine] < config.label_dropout, model.classes, truth)
+            if config.drop_path:
+                drops = drop_factors(uniform(whole, 2 * config.depth + 2)[mine], config.drop_path)
+
+            parts = torch.arange(len(views), device=device).chunk(config.accumulate)
+            for j, part in enumerate(parts):
+                last_part = j == len(parts) - 1
+                with contextlib.nullcontext() if last_part or processes == 1 else network.no_sync():
+                    noisy = perturb(views[part], noise[part], t[part])
+                    with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
+                        predicted = network(noisy, t[part], *(None if x is None else x[part] for x in (truth, drops)))
+                    loss = F.mse_loss(predicted.float(), noise[part]) * (len(part) / whole)
+                    (loss * processes).backward()  # the average over processes becomes the sum
+                loss_sum += loss.detach()
+            if config.clip_grad is not None:
+                nn.utils.clip_grad_norm_(parameters, config.clip_grad)
+            lr = learning_rate(config, step)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, parameters, 1 - ema_decay(config, step))
+
+            bar.update()
+            seen += whole
+            last_of_epoch = i == steps_per_epoch - 1
+            if not last_of_epoch and step % 20 and not (stop.signal and processes == 1):
+                continue
+            epoch_sum, stopped = probe.summed(loss_sum).item(), probe.of_any(bool(stop.signal))
+            mean_loss, seconds = epoch_sum / (i + 1), time.monotonic() - started
+            bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
+            check_finite(config, mean_loss, step, lr)
+            if not last_of_epoch and not stopped and seconds < SAVE_SECONDS:
+                continue
+            check_finite(config, sum(p.detach().sum() for p in models.parameters()).item(), step, lr)
+            state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else epoch_sum}
+            state |= {"seconds": state["seconds"] + seconds, "images": state["images"] + seen}
+            if last_of_epoch:
+                record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
+                record["images_per_second"] = seen / seconds
+                if config.schedule == "learned":
+                    record["alphas"] = model.alphas
+                state["records"].append(record)
+                loss_sum.zero_()
+            save_checkpoint(config, models, optimizer, state)
+            if stopped:
+                raise KeyboardInterrupt(stop.signal or signal.SIGTERM, step + 1)
+            if last_of_epoch:
+                end_epoch(stop)
+            seen, started = 0, time.monotonic()
     bar.close()
 
     records = state["records"]
@@ -779,6 +827,7 @@ def train(config: Config) -> dict:
         **quality, **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
     }  # fmt: skip
     write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    lock.close()
     return result
 
 
@@ -805,13 +854,15 @@ def sample(
     """`count` images (count, c, h, w) uint8 by the config's sampler, steps, guidance and seed; classes in turn, or `label`.
 
     An image's noise is its own: neither `count` nor `batch_size` changes it. Latents are decoded by `vae`.
+    Several processes share the images, and each gets all.
     """
     device, channels = model.positions.device, model.smooth.in_channels
     shape = (channels, *model.size)
-    finished = []
-    bar = tqdm(range(0, count, batch_size), "sampling", unit=" batches", leave=False, disable=None)
+    mine = probe.share(count)
+    finished = [torch.empty(0, channels if vae is None else 3, *config.image_size, dtype=torch.uint8)]
+    bar = tqdm(range(mine.start, mine.stop, batch_size), "sampling", unit=" batches", leave=False, disable=None)
     for first in bar:
-        size = min(batch_size, count - first)
+        size = min(batch_size, mine.stop - first)
         labels = None
         if model.classes:
             turn = torch.arange(first, first + size, device=device) % model.classes
@@ -830,7 +881,7 @@ def sample(
             x = solver(predict, noise("start"), config.sampler_steps)
         x = decode(vae, x) if vae else x
         finished.append(((x.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
-    return torch.cat(finished)
+    return probe.gathered(torch.cat(finished), count)
 
 
 def guided(model: UViT, x: Tensor, t: Tensor, labels: Tensor | None, guidance: float) -> Tensor:
@@ -1068,7 +1119,8 @@ def generation_quality(model: UViT, data: probe.Images, config: Config, vae: nn.
             f"FID is left out: Inception's weights can't be downloaded; name their file with --fid-weights ({INCEPTION})"
         )
         return nothing
-    real = reference_features(extractor, data.train, Path(config.root).expanduser() / "cache")
+    with probe.first_process_first():
+        real = reference_features(extractor, data.train, Path(config.root).expanduser() / "cache")
     fake = inception_features(extractor, sample(model, config, config.fid_samples, vae=vae))
     statistics = (fid_features_to_statistics(features.double()) for features in (fake, real))
     found = nothing | {"fid": fid_statistics_to_metric(*statistics, False)[KEY_METRIC_FID]}
@@ -1192,7 +1244,7 @@ def train_all(study: Study) -> tuple[list[dict], int]:
             print(f"{SCRIPT}.py: {run.name + ': ' if len(runs) > 1 else ''}{error}", file=sys.stderr)
             continue
         report(results[-1], run)
-    if len(results) > 1:
+    if len(results) > 1 and probe.process()[0] == 0:
         folders = [str(run.folder) for run in runs if (run.folder / "result.json").exists()]
         rank.main([*folders, "--out", str(runs[0].folder.with_name(f"{SCRIPT}-{study.data_name}-comparison"))])
     return results, diverged
@@ -1292,9 +1344,14 @@ ANEW = "delete that folder, name another --out, or --overwrite to start anew"
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; auto takes CUDA, then MPS, then the CPU. Raises BadInput where there is no such device."""
+    """The device of that name; auto takes CUDA, then MPS, then the CPU. Raises BadInput where there is no such device.
+
+    Under torchrun each process of a machine takes a GPU of its own.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda", "mps"):
@@ -1303,6 +1360,7 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise BadInput(f"device {name!r} can't be used here: use auto, cpu, cuda, cuda:1 or mps") from error
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32
     return device
 
@@ -1367,7 +1425,8 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
     """
     folder, file = config.folder, config.folder / "checkpoint.pt"
     try:
-        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"} if folder.exists() else set()
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        names = {name for name in names if not name.endswith((".tmp", ".lock"))}
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
         raise BadInput(f"can't use the run folder {str(folder)[:200]}: {error.strerror}") from error
@@ -1401,8 +1460,11 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
 
 def start_run(
     config: Config, saved: dict | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict
-) -> None:
-    """Make the run folder, or fill model, optimizer and state from the saved checkpoint."""
+) -> object:
+    """Make the run folder, or fill model, optimizer and state from the saved checkpoint; returns the folder's lock.
+
+    Several processes meet here, after every one of them has looked into the folder.
+    """
     folder = config.folder
     if saved:
         try:
@@ -1422,14 +1484,18 @@ def start_run(
             )
         state |= found
         print(f"going on at step {state['step']}")
+    probe.of_any(False)  # all have met
+    if probe.process()[0] > 0:
+        return open(os.devnull)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = claim(folder)
         if config.overwrite:
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         write_whole(folder / "config.json", json.dumps(settings(config), indent=1).encode())
-        lines = [json.dumps(record) + "\n" for record in state["records"]]
-        write_whole(folder / "metrics.jsonl", "".join(lines).encode())
+        log(config, state["records"])
+        return lock
     except OSError as error:
         raise BadInput(f"can't write the run folder {folder}: {error.strerror}") from error
 
@@ -1438,17 +1504,21 @@ def save_checkpoint(config: Config, model: nn.Module, optimizer: torch.optim.Opt
     """Everything that is needed to go on: tensors, numbers and text only."""
     file = io.BytesIO()
     saved = {"config": settings(config), "state": state}
+    if probe.process()[0] > 0:
+        return
     torch.save(saved | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     write_whole(config.folder / "checkpoint.pt", file.getbuffer())
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The file is written whole or not at all."""
+    """The file is written whole or not at all, by the first process."""
+    if probe.process()[0] > 0:
+        return
     partial = path.with_name(path.name + ".tmp")
     try:
         partial.write_bytes(content)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:  # a full disk, Ctrl-C
         partial.unlink(missing_ok=True)
         raise
 
@@ -1460,10 +1530,48 @@ def save_figure(path: Path, figure: object) -> None:
     write_whole(path, file.getbuffer())
 
 
-def log(config: Config, record: dict) -> None:
-    """Append one line to metrics.jsonl; the checkpoint holds the records too."""
-    with open(config.folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\n")
+def log(config: Config, records: list[dict]) -> None:
+    """metrics.jsonl: a line a record; the checkpoint holds them too."""
+    write_whole(config.folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def claim(folder: Path) -> object:
+    """The open lock of a run folder, which ends with this process. Raises BadInput where another process has it."""
+    file = open(folder / ".lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except OSError as error:
+        raise BadInput(f"{folder} is in use by another process: wait for it, or name another --out") from error
+    return file
+
+
+class Stop:
+    """Ctrl-C and SIGTERM while this is entered: noted, so that a step ends and is saved; a second one stops at once.
+
+    While `at_once` is set the first one does, too: where nothing is left to be saved.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.signal, self.at_once, self.before = None, at_once, {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self.note)
+        return self
+
+    def note(self, number: int, frame: object) -> None:
+        if self.at_once or self.signal:
+            raise KeyboardInterrupt(number)
+        self.signal = number
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def read_json(source: Path | str) -> object:
@@ -1504,10 +1612,15 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
     try:
         study = parse(arguments)
+        stop = Stop(at_once=True)
+        if study.sample and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise BadInput("--sample runs in one process: start it without torchrun")
         if study.sample:
-            draw_from(study.runs[0])
+            with stop:
+                draw_from(study.runs[0])
             return 0
-        _, diverged = train_all(study)
+        with stop, probe.processes_joined(choose_device(study.device).type == "cuda"):
+            _, diverged = train_all(study)
         return 1 if diverged else 0
     except BadInput as error:
         print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
@@ -1523,10 +1636,12 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a full disk, most often
         print(f"{SCRIPT}.py: {error.strerror} ({error.filename}); the last checkpoint is kept", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
-        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from the last checkpoint", file=sys.stderr)
-        return 130
+        number, *step = stop.args or (signal.SIGINT,)
+        place = f"step {step[0]}, which is saved" if step else "the last checkpoint"
+        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from {place}", file=sys.stderr)
+        return 128 + number
 
 
 if __name__ == "__main__":

@@ -581,15 +581,23 @@ def test_one_colour_stays_that_colour():
 def test_shifted_images_are_torchvisions_padded_crops_at_every_place_alike():
     """Each of the 25 places of a padding of 2 is found, in 4,000 images, within 5 deviations of 160 times."""
     images = torch.arange(1, 61, dtype=torch.uint8).reshape(1, 2, 6, 5).expand(4000, -1, -1, -1)
-    shifted = probe.random_shift(images, seeded(), 2)
+    draw = lambda: probe.augment(images, (6, 5), seeded(), min_scale=1, flip=False, padding=2).to(torch.uint8)
+    shifted = draw()
     assert shifted.dtype == torch.uint8 and shifted.shape == images.shape
     padded = pad(images[0], [2])
     places = [crop(padded, top, left, 6, 5) for top in range(5) for left in range(5)]
     counts = [(shifted == place).flatten(1).all(dim=1).sum().item() for place in places]
     assert sum(counts) == 4000 and min(counts) > 98 and max(counts) < 222
-    assert torch.equal(shifted, probe.random_shift(images, seeded(), 2))
-    through = probe.augment(images, (6, 5), seeded(), min_scale=1, flip=False, padding=2)
-    assert (through[:, :, 0, 0] == 0).any() and set(through.unique().tolist()) <= set(range(61))
+    assert torch.equal(shifted, draw())
+
+
+@pytest.mark.parametrize("min_scale, flip, padding", [(1.0, True, 0), (0.2, True, 0), (0.2, False, 2)])
+def test_a_part_of_a_batch_is_changed_as_it_is_in_the_whole(min_scale, flip, padding):
+    images = torch.randint(0, 256, (11, 3, 12, 10), generator=seeded()).to(torch.uint8)
+    whole = probe.augment(images, (8, 8), seeded(), min_scale, flip, padding)
+    for place in (slice(0, 4), slice(4, 11), slice(10, 11)):
+        part = probe.augment(images[place], (8, 8), seeded(), min_scale, flip, padding, batch=11, place=place)
+        torch.testing.assert_close(part, whole[place], rtol=1e-5, atol=1e-3)
 
 
 def boxes_of_torchvision(count: int, height: int, width: int, scale, ratio) -> torch.Tensor:
