@@ -152,7 +152,7 @@ def test_out_names_the_run_folder_and_overwrite_discards_what_it_holds(script, c
         ("--alpha-min nan", "alpha_min nan [0, 1]"),
         ("--alpha-min inf", "alpha_min inf"),
         ("--alpha-min x", "--alpha-min x"),
-        ("--alpha-min", "--alpha-min"),
+        ("--alpha-min", "alpha_min one value or more"),
         ("--alpha 0.6", "--alpha"),
         ("0.6", "0.6"),
         ("--patch-size 3", "patch_size 3 16x16"),
