@@ -1449,7 +1449,9 @@ def open_run(config: Config) -> tuple[dict | None, dict | None]:
     if config.overwrite or not file.exists():
         return None, None
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old pickles
+            saved = torch.load(file, map_location="cpu", weights_only=True)
         differing = saved["config"] != settings(config)
     except Exception as error:  # a damaged or foreign file makes torch.load raise whatever it meets
         raise BadInput(f"{file} is damaged or not a checkpoint of {SCRIPT}.py: {ANEW}") from error

@@ -463,9 +463,10 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(script, clean, c
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_features_that_are_not_finite_are_one_line(script, clean, capsys, monkeypatch):
-    """The last step can spoil the weights after its loss was looked at."""
+    """Weights can be finite, and so large that features are not."""
     rates = iter([0.01] * 7 + [math.inf])
     monkeypatch.setattr(script, "learning_rate", lambda *_: next(rates))
+    monkeypatch.setattr(script, "check_finite", lambda *_: None)
     capsys.readouterr()
     assert script.main(flags(script, out="run")) == 1
     error = capsys.readouterr().err.strip().splitlines()

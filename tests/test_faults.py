@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import random
 import re
 import signal
 import subprocess
@@ -49,32 +48,6 @@ def numbers(folder):
         for name in ("seconds", "images_per_second", "peak_memory_bytes"):
             entry.pop(name, None)
     return checkpoint["model"], result, records
-
-
-@pytest.mark.parametrize("script, kills", [(mae, 3), (resnet_decay, 1), (uvit, 1)])
-def test_kills_change_nothing(script, kills, clean):
-    """SIGKILL at a random moment after the first epoch, and again after another: the same weights bit for bit."""
-    whole = start(script, **LONG, out="whole")
-    moments = random.Random(0)
-    for _ in range(kills):
-        before = epochs_logged(clean / "killed")
-        process = start(script, **LONG, out="killed")
-        while process.poll() is None and epochs_logged(clean / "killed") <= before:
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.2))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it was finished before it could be killed"
-        process.stderr.close()
-    last = start(script, **LONG, out="killed")
-    assert last.wait() == 0, last.stderr.read()
-    assert whole.wait() == 0, whole.stderr.read()
-    (weights, result, records), (same_weights, same_result, same_records) = (
-        numbers(clean / name) for name in ("whole", "killed")
-    )
-    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
-    assert result == same_result
-    assert records == same_records and len(records) == 10
-    assert not list((clean / "killed").glob("*.tmp"))
 
 
 @pytest.mark.parametrize(
