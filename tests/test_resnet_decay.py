@@ -621,7 +621,7 @@ def test_a_single_network_is_no_study(clean, capsys):
 
 COPIES = (
     "weighted_sum draw_learned described grouped check_finite claim Stop choose_device device_name generator_for resident "
-    "peak_memory as_line settings open_run start_run save_checkpoint write_whole save_figure log read_json"
+    "peak_memory as_line settings open_run save_checkpoint write_whole save_figure log read_json"
 ).split()
 
 
@@ -631,7 +631,7 @@ def test_what_every_script_needs_is_the_same_text_in_each(name):
         assert inspect.getsource(getattr(mae, name)) == inspect.getsource(getattr(script, name))
 
 
-@pytest.mark.parametrize("name", ["patchify", "unpatchify", "parse", "train_all", "due"])
+@pytest.mark.parametrize("name", ["patchify", "unpatchify", "start_run", "parse", "train_all", "due"])
 def test_what_only_the_transformers_need_is_the_same_text_in_both(name):
     assert inspect.getsource(getattr(mae, name)) == inspect.getsource(getattr(uvit, name))
 
