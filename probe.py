@@ -26,6 +26,8 @@ import math
 import os
 import shutil
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -324,7 +326,8 @@ def _raise(error: OSError) -> None:
 def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bool) -> tuple[Tensor, Tensor]:
     """All files as one memory-mapped tensor (n, 3, h, w) uint8, and the indices of the files that are in it.
 
-    The cache's name is a hash of every file's path, size and time of change: a changed folder is decoded again.
+    The cache's name is a hash of every file's path, size and time of change: a changed folder is decoded again. One
+    process builds it and others that want it wait; what a killed one had decoded is not decoded again.
     """
     stamps = []
     for path in files:
@@ -336,7 +339,9 @@ def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bo
     if cached is None:
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            _decode(files, images_file, bad_file, size, skip_bad)
+            with locked(cache / f"{key}.lock"):
+                if _cached(images_file, bad_file, (len(files), 3, *size)) is None:  # nobody else has made it meanwhile
+                    _decode(files, images_file, bad_file, size, skip_bad)
         except OSError as error:
             raise BadInput(f"can't write the cache of decoded images to {cache} ({error}): name a --root") from error
         cached = _cached(images_file, bad_file, (len(files), 3, *size))
@@ -350,10 +355,28 @@ def _decoded(files: list[Path], cache: Path, size: tuple[int, int], skip_bad: bo
     return images[: len(files) - len(bad)], readable.nonzero().flatten()
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Entered by one process at a time, the others wait; a lock ends with its process, however it ends."""
+    with open(path, "w") as file:
+        try:
+            import fcntl
+        except ImportError:  # Windows: both would build, and the later one would win
+            yield
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print(f"waiting for another process, which makes {path.with_suffix('')}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)
+
+
 def _cached(images_file: Path, bad_file: Path, shape: tuple[int, ...]) -> tuple[Tensor, list[int]] | None:
     """The images and the indices of the bad files that a cache holds; None if it is not there whole."""
     try:
-        images = np.load(images_file, mmap_mode="c")  # "c": a write would stay in memory
+        images = np.load(images_file, mmap_mode="c", allow_pickle=False)  # "c": a write would stay in memory
         bad = json.loads(bad_file.read_text())
         whole = images.shape == shape and images.dtype == np.uint8 and all(0 <= i < shape[0] for i in bad)
     except (OSError, ValueError, TypeError, EOFError):
@@ -366,30 +389,69 @@ def _unreadable(path: Path) -> BadInput:
 
 
 def _decode(files: list[Path], images_file: Path, bad_file: Path, size: tuple[int, int], skip_bad: bool) -> None:
-    """Decode into a temporary file and rename it when whole, the list of bad files first."""
-    partial = images_file.with_suffix(f".{os.getpid()}.tmp")
-    bad = []
+    """Decode into a partial file and rename it when whole, the list of bad files first; goes on where a killed one was."""
+    from PIL import Image
+
+    partial, progress = images_file.with_suffix(".partial"), images_file.with_suffix(".progress.json")
+    shape = (len(files), 3, *size)
+    saved = started = time.monotonic()
     try:
-        images = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=(len(files), 3, *size))
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash at some later write
-            with open(partial, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-        with ThreadPool(os.cpu_count()) as pool:
-            decoded = pool.imap(lambda path: _read(path, size), files, chunksize=16)
-            for i, image in enumerate(tqdm(decoded, "decoding", len(files), unit=" images", disable=None)):
+        images, done, bad = _resumed(partial, progress, shape) or (_reserved(partial, shape), 0, [])
+        with ThreadPool(os.cpu_count()) as pool, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of large images
+            decoded = pool.imap(lambda path: _read(path, size), files[done:], chunksize=16)
+            bar = tqdm(decoded, "decoding", len(files), initial=done, unit=" images", disable=None)
+            for i, image in enumerate(bar, start=done):
                 if image is not None:
                     images[i - len(bad)] = image  # no gaps: the rows left over are last
                 elif skip_bad:
                     bad.append(i)
                 else:
                     raise _unreadable(files[i])
+                if time.monotonic() > saved + 2:
+                    saved = time.monotonic()
+                    images.flush()  # first the rows, then that they are there
+                    _write(progress, json.dumps([i + 1, bad]))
+                    bar.set_postfix_str(f"{(i + 1 - done) / (saved - started) / os.cpu_count():.0f} a second and core")
         if bad:
             tqdm.write(f"{len(bad)} of {len(files)} images can't be read and are left out, {files[bad[0]]} the first")
         images.flush()
-        bad_file.write_text(json.dumps(bad))  # it counts only beside the images
+        _write(bad_file, json.dumps(bad))  # it counts only beside the images
         os.replace(partial, images_file)
-    finally:
+    except (OSError, BadInput):  # nothing to go on from; what is merely interrupted stays
         partial.unlink(missing_ok=True)
+        raise
+    finally:
+        if not partial.exists():
+            progress.unlink(missing_ok=True)
+
+
+def _resumed(partial: Path, progress: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, int, list[int]] | None:
+    """The images, their number and the bad files that an interrupted decoding has left; None where nothing fits."""
+    try:
+        done, bad = json.loads(progress.read_text())
+        images = np.lib.format.open_memmap(partial, mode="r+")
+        fits = images.shape == shape and images.dtype == np.uint8
+        fits = fits and 0 < done <= shape[0] and bad == sorted({*bad}) and all(0 <= i < done for i in bad)
+    except (OSError, ValueError, TypeError, EOFError):
+        return None
+    return (images, done, bad) if fits else None
+
+
+def _reserved(partial: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """A new memory map of that shape whose disk space is there: a full disk is an error now, not a crash at some write."""
+    images = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
+    if hasattr(os, "posix_fallocate"):
+        with open(partial, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
+    return images
+
+
+def _write(path: Path, text: str) -> None:
+    """The file is written whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def _read(path: Path, size: tuple[int, int]) -> np.ndarray | None:

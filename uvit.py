@@ -969,20 +969,34 @@ def encoded(vae: nn.Module, data: probe.Images, root: Path) -> probe.Images:
         for part in images.split(1000):
             key.update(part.contiguous().numpy().tobytes())
         file = root / "cache" / f"latents-{key.hexdigest()[:20]}.npy"
-        try:
-            latents[split] = torch.from_numpy(np.load(file, mmap_mode="c"))
-        except (OSError, ValueError, EOFError):
-            encode_into(file, vae, images, views, device)
-            latents[split] = torch.from_numpy(np.load(file, mmap_mode="c"))
+        latents[split] = held_latents(file, len(images), views)
+        if latents[split] is None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with probe.locked(file.with_suffix(".lock")):
+                    if held_latents(file, len(images), views) is None:  # nobody else has made them meanwhile
+                        encode_into(file, vae, images, views, device)
+            except OSError as error:
+                raise BadInput(f"can't write the cache of latents to {file.parent} ({error}): name a --root") from error
+            latents[split] = held_latents(file, len(images), views)
     return dataclasses.replace(data, train=latents["train"], test=latents["test"][:, 0])
+
+
+def held_latents(file: Path, count: int, views: int) -> Tensor | None:
+    """The latents (count, views, c, h, w) float16 that a cache holds, memory-mapped; None if it is not there whole."""
+    try:
+        held = np.load(file, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = held.dtype == np.float16 and held.ndim == 5 and held.shape[:2] == (count, views)
+    return torch.from_numpy(held) if whole else None
 
 
 def encode_into(file: Path, vae: nn.Module, images: Tensor, views: int, device: torch.device) -> None:
     """Write latents (n, views, c, h, w) of the images as they are, and mirrored as the second view, whole or not at all."""
-    partial_file = file.with_suffix(f".{os.getpid()}.tmp")
+    partial_file = file.with_suffix(".tmp")
     shape = encode(vae, images[:1].to(device)).shape[1:]
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         held = np.lib.format.open_memmap(partial_file, mode="w+", dtype=np.float16, shape=(len(images), views, *shape))
         bar = tqdm(range(0, len(images), 32), "encoding", unit=" batches", leave=False, disable=None)
         for first in bar:
@@ -991,8 +1005,6 @@ def encode_into(file: Path, vae: nn.Module, images: Tensor, views: int, device: 
                 held[first : first + 32, view] = encode(vae, seen).half().cpu().numpy()
         held.flush()
         os.replace(partial_file, file)
-    except OSError as error:
-        raise BadInput(f"can't write the cache of latents to {file.parent} ({error}): name a --root") from error
     finally:
         partial_file.unlink(missing_ok=True)
 
