@@ -585,6 +585,7 @@ def train(config: Config) -> dict:
         **{name: records[-1][name] for name in SCORES}, "per_epoch": tested,
     }  # fmt: skip
     write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    (config.folder / ".lock").unlink(missing_ok=True)
     lock.close()
     return result
 

@@ -827,6 +827,7 @@ def train(config: Config) -> dict:
         **quality, **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
     }  # fmt: skip
     write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
+    (config.folder / ".lock").unlink(missing_ok=True)
     lock.close()
     return result
 
@@ -859,7 +860,7 @@ def sample(
     device, channels = model.positions.device, model.smooth.in_channels
     shape = (channels, *model.size)
     mine = probe.share(count)
-    finished = [torch.empty(0, channels if vae is None else 3, *config.image_size, dtype=torch.uint8)]
+    finished = []
     bar = tqdm(range(mine.start, mine.stop, batch_size), "sampling", unit=" batches", leave=False, disable=None)
     for first in bar:
         size = min(batch_size, mine.stop - first)
@@ -881,7 +882,8 @@ def sample(
             x = solver(predict, noise("start"), config.sampler_steps)
         x = decode(vae, x) if vae else x
         finished.append(((x.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
-    return probe.gathered(torch.cat(finished), count)
+    none = torch.empty(0, channels if vae is None else 3, *config.image_size, dtype=torch.uint8)
+    return probe.gathered(torch.cat(finished) if finished else none, count)
 
 
 def guided(model: UViT, x: Tensor, t: Tensor, labels: Tensor | None, guidance: float) -> Tensor:
