@@ -138,7 +138,7 @@ MUTANTS = [
     ("mae.py", "drops[:, 2 * l : 2 * l + 2]", "drops[:, :2] * 0 + 1", "test_variants.py::test_a_dropped_branch_leaves_its_sample_alone_what_it_was"),
     ("mae.py", "b * d[:, None, None]", "b * d.mean()", "test_variants.py::test_a_dropped_branch_leaves_its_sample_alone_what_it_was"),
     ("mae.py", "rank.alpha_min_for(self.depth, weights=weights)", "rank.alpha_min_for(self.depth)", "test_variants.py::test_auto_has_the_best_vit_bs_cumulative_decay_whatever_the_schedule"),
-    ("mae.py", "if len({*names}) < len(names):", "if False:", "test_variants.py::test_a_variant_that_has_no_meaning_gets_one_line"),
+    ("mae.py", "if len({*names}) < len(names):", "if False:", "test_variants.py::test_a_list_that_names_a_run_twice_is_refused"),
     ("uvit.py", "fallen = 0.5 - 0.5 * torch.cos", "fallen = 1 - 0.5 * torch.cos", "test_variants.py::test_every_variant_of_the_u_vit_is_its_expansion"),
     ("uvit.py", 'if decay_on == "both" else depth + 1', 'if decay_on == "both" else depth', "test_variants.py::test_every_variant_of_the_u_vit_is_its_expansion"),
     ("uvit.py", "else b * branch", "else branch", "test_variants.py::test_every_variant_of_the_u_vit_is_its_expansion"),

@@ -419,6 +419,13 @@ def test_a_variant_that_has_no_meaning_gets_one_line(script, line, words, clean,
     assert not list(clean.iterdir())
 
 
+@pytest.mark.parametrize("script", [mae, uvit])
+def test_a_list_that_names_a_run_twice_is_refused(script):
+    for lists in ({"alpha_min": (0.5, 0.50)}, {"seed": (1, 1)}, {"alpha_min": (1.0, 0.5), "schedule": "learned"}):
+        with pytest.raises(ValueError, match="twice"):
+            script.Study(**lists)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_run_folder_tells_the_variant(script):
     name = lambda **settings: script.Config(**settings).folder.name
