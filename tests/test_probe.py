@@ -1166,7 +1166,7 @@ def test_the_held_out_tenth_is_not_trained_on(monkeypatch, n, tenth):
     assert len(held) == tenth and not set(held) & set(used) and sorted(held + used) == list(range(n))
     assert held_labels.tolist() == [i % 3 for i in held] and seen["y"].tolist() == [i % 3 for i in used]
     assert torch.equal(found_test, test) and torch.equal(found_test_labels, test_labels)
-    assert all(a is b for a, b in zip(seen["knn"], (train, labels, test, test_labels)))  # all of train
+    assert all(torch.equal(a, b) for a, b in zip(seen["knn"], (train, labels, test, test_labels)))  # all of train
     assert seen["seed"] == 3
     assert layers == [
         {"linear": 3, "held_out": 1, "knn_weighted": 5, "knn_majority": 7},
