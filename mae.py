@@ -699,12 +699,13 @@ def train(config: Config) -> dict:
             crop = (config.image_size, generator, config.min_scale, config.flip)
             views = probe.augment(views, *crop, batch=whole, place=mine)
             noise = torch.rand(whole, config.patches, generator=generator, device=device)[mine]
-            parts = [views.chunk(config.accumulate), noise.chunk(config.accumulate)]
+            inputs = [views.chunk(config.accumulate), noise.chunk(config.accumulate)]
             if config.drop_path:
                 uniform = torch.rand(whole, 2 * config.depth, generator=generator, device=device)[mine]
-                parts.append(drop_factors(uniform, config.drop_path).chunk(config.accumulate))
+                inputs.append(drop_factors(uniform, config.drop_path).chunk(config.accumulate))
 
-            for j, part in enumerate(parts := [*zip(*parts)]):
+            parts = [*zip(*inputs)]
+            for j, part in enumerate(parts):
                 last_part = j == len(parts) - 1
                 with contextlib.nullcontext() if last_part or processes == 1 else network.no_sync():
                     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16 and device.type == "cuda"):
@@ -724,11 +725,12 @@ def train(config: Config) -> dict:
             last_of_epoch = i == steps_per_epoch - 1
             if not last_of_epoch and step % 20 and not (stop.signal and processes == 1):
                 continue
-            epoch_sum, stopped = probe.summed(loss_sum).item(), probe.of_any(bool(stop.signal))
-            mean_loss, seconds = epoch_sum / (i + 1), time.monotonic() - started
+            epoch_sum, seconds = probe.summed(loss_sum).item(), time.monotonic() - started
+            stopped, late = probe.of_any(bool(stop.signal)), probe.of_any(seconds > SAVE_SECONDS)
+            mean_loss = epoch_sum / (i + 1)
             bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
             check_finite(config, mean_loss, step, lr)
-            if not last_of_epoch and not stopped and seconds < SAVE_SECONDS:
+            if not (last_of_epoch or stopped or late):
                 continue
             check_finite(config, sum(p.detach().sum() for p in model.parameters()).item(), step, lr)
             state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else epoch_sum}

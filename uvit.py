@@ -791,11 +791,12 @@ def train(config: Config) -> dict:
             last_of_epoch = i == steps_per_epoch - 1
             if not last_of_epoch and step % 20 and not (stop.signal and processes == 1):
                 continue
-            epoch_sum, stopped = probe.summed(loss_sum).item(), probe.of_any(bool(stop.signal))
-            mean_loss, seconds = epoch_sum / (i + 1), time.monotonic() - started
+            epoch_sum, seconds = probe.summed(loss_sum).item(), time.monotonic() - started
+            stopped, late = probe.of_any(bool(stop.signal)), probe.of_any(seconds > SAVE_SECONDS)
+            mean_loss = epoch_sum / (i + 1)
             bar.set_postfix_str(f"loss {mean_loss:.4f}, lr {lr:.1e}, {seen / seconds:,.0f} images/s")
             check_finite(config, mean_loss, step, lr)
-            if not last_of_epoch and not stopped and seconds < SAVE_SECONDS:
+            if not (last_of_epoch or stopped or late):
                 continue
             check_finite(config, sum(p.detach().sum() for p in models.parameters()).item(), step, lr)
             state |= {"step": step + 1, "loss": mean_loss, "loss_sum": 0.0 if last_of_epoch else epoch_sum}
