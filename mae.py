@@ -626,7 +626,8 @@ def train(config: Config) -> dict:
         print(f"{config.folder} is finished: its result is shown; --overwrite trains again")
         return result
     root = Path(config.root).expanduser()
-    data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
+    crops = config.min_scale < 1
+    data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images, crops)
     n, channels = data.train.shape[:2]
     smallest = n % min(config.batch_size, n) or min(config.batch_size, n)
     if smallest < probe.process()[1]:
@@ -778,7 +779,7 @@ def evaluate(model: MaskedAutoencoder, data: probe.Images, config: Config) -> di
     mean length of a probed test feature.
     """
     chosen = probe.evenly(data.train_labels, config.probe_limit)
-    extract = partial(probe.features, model, model.layer_tokens, device=model.mean.device)
+    extract = partial(probe.features, model, model.layer_tokens, device=model.mean.device, size=config.image_size)
     train = extract(data.train, index=chosen, pools=[config.pool])[config.pool]  # (n, l, d)
     test = extract(data.test, pools={config.pool, "cls"})
     if not all(torch.isfinite(x).all() for x in (train, *test.values())):
@@ -806,7 +807,8 @@ def evaluate_baselines(model: MaskedAutoencoder, data: probe.Images, config: Con
     chosen = probe.evenly(data.train_labels, config.probe_limit)
     scores = {}
     for layer_tokens in (pixels, untrained):
-        extract = partial(probe.features, model, layer_tokens, device=model.mean.device, pools=[config.pool])
+        how = {"device": model.mean.device, "pools": [config.pool], "size": config.image_size}
+        extract = partial(probe.features, model, layer_tokens, **how)
         train, test = extract(data.train, index=chosen)[config.pool], extract(data.test)[config.pool]
         (layer,) = probe.evaluate_layers(train, data.train_labels[chosen], test, data.test_labels, config.seed)
         scores[layer_tokens.__name__] = {name: layer[name] for name in ("linear", "knn_weighted")}
@@ -975,12 +977,12 @@ def evaluate_runs(study: Study) -> dict[str, dict]:
     except OSError as error:
         raise BadInput(f"can't write pictures to {place}: {error.strerror}") from error
 
-    data = {}
+    data, sets = {}, []
     for run, _ in runs:  # each set once
-        key = (run.data, run.image_size, run.limit)
+        key = (run.data, run.image_size, run.limit, run.skip_bad_images, run.min_scale < 1)
         if key not in data:
-            data[key] = probe.load_images(run.data, Path(study.root).expanduser(), *key[1:], run.skip_bad_images)
-    sets = [data[run.data, run.image_size, run.limit] for run, _ in runs]
+            data[key] = probe.load_images(run.data, Path(study.root).expanduser(), *key[1:])
+        sets.append(data[key])
     found = {str(run.folder): {} for run, _ in runs}
     for (run, model), images in zip(runs, sets):
         scores = found[str(run.folder)]
@@ -1020,7 +1022,8 @@ def trained_accuracy(
     told = {field: getattr(study, field) for field in OF_PROTOCOLS if getattr(study, field) is not None}
     seed, device = study.seed[0], model.mean.device
     chosen = probe.evenly(data.train_labels, study.limit)
-    sets = (data.train[chosen], data.train_labels[chosen], data.test, data.test_labels, run.image_size)
+    images = data.train if len(chosen) == len(data.train) else data.train[chosen]  # all of them stay on the disk
+    sets = (images, data.train_labels[chosen], data.test, data.test_labels, run.image_size)
     how = {"flip": run.flip, "seed": seed, "device": device, **told}
     if protocol == "linear-imagenet":
 

@@ -451,7 +451,8 @@ def train(config: Config) -> dict:
         say(f"{config.folder} is finished: its result is shown; --overwrite trains again")
         return result
     root = Path(config.root).expanduser()
-    data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images)
+    crops = config.min_scale < 1 and not config.padding
+    data = probe.load_images(config.data, root, config.image_size, config.limit, config.skip_bad_images, crops)
     n, channels = data.train.shape[:2]
     batch, (number, processes) = min(config.batch_size, n), probe.process()
     steps_per_epoch = math.ceil(n / batch)

@@ -988,11 +988,10 @@ def encoded(vae: nn.Module, data: probe.Images, root: Path) -> probe.Images:
 def held_latents(file: Path, count: int, views: int) -> Tensor | None:
     """The latents (count, views, c, h, w) float16 that a cache holds, memory-mapped; None if it is not there whole."""
     try:
-        held = np.load(file, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        held = probe.mapped(file)
+    except Exception:  # NumPy raises whatever it meets in a damaged file
         return None
-    whole = held.dtype == np.float16 and held.ndim == 5 and held.shape[:2] == (count, views)
-    return torch.from_numpy(held) if whole else None
+    return held if held.dtype == torch.float16 and held.ndim == 5 and held.shape[:2] == (count, views) else None
 
 
 def encode_into(file: Path, vae: nn.Module, images: Tensor, views: int, device: torch.device) -> None:
@@ -1000,7 +999,7 @@ def encode_into(file: Path, vae: nn.Module, images: Tensor, views: int, device: 
     partial_file = file.with_suffix(".tmp")
     shape = encode(vae, images[:1].to(device)).shape[1:]
     try:
-        held = np.lib.format.open_memmap(partial_file, mode="w+", dtype=np.float16, shape=(len(images), views, *shape))
+        held = probe.reserved(partial_file, np.float16, (len(images), views, *shape))
         bar = tqdm(range(0, len(images), 32), "encoding", unit=" batches", leave=False, disable=None)
         for first in bar:
             part = images[first : first + 32].to(device)
