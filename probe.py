@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import json
 import math
@@ -171,7 +172,7 @@ def load_images(
     Files of a folder become RGB; the other sets keep their channels. `limit` keeps so many training images, evenly over
     the classes; `skip_bad` leaves unreadable files out. `crops`: random crops will be taken of a folder's training images,
     so these are held at 8/7 of a `size` above 64 pixels (256 for 224), and whoever wants them whole fits them to `size`.
-    Images may be mapped from a file: never write to them. Raises BadInput for whatever of this can't be had.
+    Images may be mapped from a file: copy them before you write to them. Raises BadInput for whatever of this can't be had.
     """
     if limit is not None and limit < 2:
         raise BadInput(f"limit {limit} leaves too few images of {data}: two or more are needed")
@@ -397,12 +398,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def mapped(file: Path) -> Tensor:
-    """An array in a file as a tensor that stays there: never write to it. Raises what NumPy raises for a damaged file.
-
-    Read-only: Linux takes a private map that could be written to (NumPy's mode "c") for memory, and refuses one that is
-    larger than all there is. Nothing is unpickled.
-    """
-    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    """An array in a file as a tensor that stays there. Raises what NumPy raises for a damaged file; unpickles nothing."""
+    try:
+        array = np.load(file, mmap_mode="c", allow_pickle=False)  # "c": what is written to it stays in memory
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        array = np.load(file, mmap_mode="r", allow_pickle=False)  # larger than all memory: Linux maps it only so
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)
