@@ -76,7 +76,7 @@ def small():
 
 @pytest.mark.parametrize("script", [mae, uvit, resnet_decay])
 def test_any_command_line_is_a_run_or_one_line(script, clean, small, monkeypatch, no_probes):
-    def load_images(data, root, size, limit=None, skip_bad=False):
+    def load_images(data, root, size, limit=None, skip_bad=False, crops=False):
         if data != "digits":
             raise probe.BadInput(f"no data set is called {data!r}")
         if limit is not None and limit < 2:
