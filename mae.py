@@ -21,12 +21,15 @@ Shapes: b batch, n patches, k kept patches, d width, p values in a patch, c chan
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import signal
@@ -123,6 +126,7 @@ class Config:
     decoder_depth: int | None = None  # decoder blocks; the first depth/2 take a skip each
     decoder_heads: int | None = None  # attention heads of the decoder
 
+    init: str | None = None  # a plain ViT's weights to start from: facebookresearch/mae's, timm's or an exported run's
     epochs: int | None = None  # passes over the training images
     batch_size: int | None = None  # images per optimiser step
     lr: float | None = None  # base learning rate, for 256 images a step (paper A.1: 1.5e-4)
@@ -143,12 +147,16 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     bf16: bool = True  # bfloat16 on CUDA
     compile: bool = False  # torch.compile the training step
+    log: Literal["none", "tensorboard"] = "none"  # what metrics.jsonl is written to besides
     out: str | None = None  # run folder; None: runs/mae-<data>-a<alpha_min>-s<seed>
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
     evaluate: tuple[str, ...] = ()  # finished runs to evaluate instead of training
     protocol: tuple[str, ...] = ("linear", "knn")  # also linear-imagenet, finetune, scratch, tsne, segment, reconstruct
     masks: str | None = None  # segment: a folder with images/* and masks/*.png; None: the digits' ink
+    export: str | None = None  # a finished run whose encoder is written as a plain ViT instead of training
+    to: str | None = None  # export: the file.safetensors for timm
+    to_hf: str | None = None  # export: the folder for transformers' ViTModel
 
     def __post_init__(self) -> None:
         for name, table in (("recipe", RECIPES), ("model", MODELS), *VARIANTS.items()):
@@ -217,6 +225,14 @@ class Config:
             raise ValueError(f"protocol must name one or more of {', '.join(PROTOCOLS)}")
         if self.masks is not None and "segment" not in self.protocol:
             raise ValueError(f"masks {self.masks!r} is for --evaluate with --protocol segment")
+        if (self.export is not None) != (self.to is not None or self.to_hf is not None):
+            raise ValueError("export RUN goes with --to FILE.safetensors or --to-hf FOLDER")
+        if self.export is not None and self.evaluate:
+            raise ValueError("export and evaluate are two commands")
+        if self.to is not None and not self.to.endswith(".safetensors"):
+            raise ValueError(f"to must name a file that ends in .safetensors, not {self.to!r}")
+        if self.log == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("log tensorboard needs a package that is not installed: pip install tensorboard")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -333,6 +349,18 @@ def weighted_sum(weights: tuple[float | Tensor, float | Tensor], x: Tensor, bran
     a, b = weights
     branch = branch if isinstance(b, float) and b == 1 else b * branch
     return a * x + branch if isinstance(a, Tensor) else torch.add(branch, x, alpha=a)
+
+
+def branch_factors(pairs: list[tuple[float, float]]) -> list[float]:
+    """g_l = b_l / Π_{i≤l} a_i, with which the decayed network is a plain one: y_{l+1} = y_l + g_l·f(y_l).
+
+    There y_l = x_l / Π_{i<l} a_i, and LayerNorm makes the same of both (but for its eps). Raises ValueError where an a is 0.
+    """
+    decays = itertools.accumulate((float(a) for a, _ in pairs), operator.mul)
+    factors = [float(b) / decay if decay else math.inf for (_, b), decay in zip(pairs, decays)]
+    if max(factors) > 1e30:  # near the end of float32
+        raise ValueError("a shortcut's weight is 0, or their product is nearly 0")
+    return factors
 
 
 def drop_factors(noise: Tensor, drop_path: float) -> Tensor:
@@ -469,7 +497,7 @@ class MaskedAutoencoder(nn.Module):
         pairs = shortcut_pairs(config)
         self.embed = nn.Linear(values, width)
         self.cls = nn.Parameter(torch.zeros(width))
-        self.register_buffer("positions", sincos_positions(grid, width), persistent=False)
+        self.register_buffer("positions", sincos_positions(grid, width))
         self.encoder = nn.ModuleList(
             Block(width, config.heads, pairs[2 * l], pairs[2 * l + 1], learned=config.schedule == "learned")
             for l in range(config.depth)
@@ -478,7 +506,7 @@ class MaskedAutoencoder(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(decoder_width))
         class_position = torch.zeros(1, decoder_width)
         decoder_positions = torch.cat([class_position, sincos_positions(grid, decoder_width)])
-        self.register_buffer("decoder_positions", decoder_positions, persistent=False)
+        self.register_buffer("decoder_positions", decoder_positions)
         skips = min(config.depth // 2, config.decoder_depth) if config.unet else 0
         self.skips = nn.ModuleList(Skip(width, decoder_width) for _ in range(skips))  # deepest first
         self.decoder_embed = None if config.unet else nn.Linear(width, decoder_width)
@@ -639,12 +667,15 @@ def train(config: Config) -> dict:
         raise BadInput("patch_size 1 leaves one value in a grey patch, which can't be normalised: use 2 or more")
 
     model = build(config, data.train, device)
+    if config.init is not None and not saved:
+        print(start_from(config.init, model))
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == flat] for flat in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=config.betas, fused=device.type in ("cpu", "cuda"))
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
     state["records"] = []  # what metrics.jsonl holds
     lock = start_run(config, saved, model, optimizer, state)
+    board = tensorboard(config, state["records"])
 
     batch, (number, processes) = min(config.batch_size, n), probe.process()
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
@@ -680,7 +711,7 @@ def train(config: Config) -> dict:
         with bar.external_write_mode():
             print(as_line("train", record), *([as_line("eval", scores)] if scores else []), sep="\n", flush=True)
         record |= scores
-        log(config, state["records"])
+        log(config, state["records"], board)
         stop.at_once = False
         if scores:
             save_checkpoint(config, model, optimizer, state)
@@ -1146,7 +1177,7 @@ def load_run(folder: Path, study: Study) -> tuple[Config, MaskedAutoencoder]:
     """A finished run's config as its checkpoint holds it, and its model, in eval mode. Raises BadInput."""
     result = read_json(folder / "result.json")
     if not isinstance(result, dict) or result.get("script") != SCRIPT or DONE not in result:
-        raise BadInput(f"evaluate {str(folder)!r} is not the folder of a finished {SCRIPT}.py run")
+        raise BadInput(f"{str(folder)!r} is not the folder of a finished {SCRIPT}.py run")
     try:
         saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["config"].items()}
@@ -1160,12 +1191,210 @@ def load_run(folder: Path, study: Study) -> tuple[Config, MaskedAutoencoder]:
     return run, model.to(choose_device(study.device)).eval()
 
 
+# ---- Plain ViTs -----------------------------------------------------------------------------------------------------
+
+PLAIN = {  # our names, and those of timm and He et al.
+    r"^cls$": "cls_token", r"^positions$": "pos_embed", r"^embed\.": "patch_embed.proj.", r"^encoder\.": "blocks.",
+    r"mlp\.0\.": "mlp.fc1.", r"mlp\.2\.": "mlp.fc2.",
+    r"^decoder_positions$": "decoder_pos_embed", r"^decoder\.": "decoder_blocks.", r"^head\.": "decoder_pred.",
+}  # fmt: skip
+TRANSFORMERS = {  # timm's names, and those of transformers' ViTModel
+    r"^norm\.": "layernorm.", r"^cls_token$": "embeddings.cls_token", r"^pos_embed$": "embeddings.position_embeddings",
+    r"^patch_embed\.proj\.": "embeddings.patch_embeddings.projection.", r"^blocks\.": "encoder.layer.",
+    r"norm1\.": "layernorm_before.", r"norm2\.": "layernorm_after.", r"attn\.(query|key|value)": r"attention.attention.\1",
+    r"attn\.proj\.": "attention.output.dense.", r"mlp\.fc1\.": "intermediate.dense.", r"mlp\.fc2\.": "output.dense.",
+}  # fmt: skip
+IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # mean and deviation, in 0 … 1, that published weights expect
+
+
+def renamed(name: str, table: dict[str, str]) -> str:
+    """The name as another library has it."""
+    for ours, theirs in table.items():
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+@torch.no_grad()
+def plain_vit(model: MaskedAutoencoder) -> dict[str, Tensor]:
+    """The encoder as the state dict of a plain ViT, timm's names, for images in 0 … 1 less ½, over ½ (timm's for its ViTs).
+
+    The decay is folded into the branches (branch_factors): tokens before the last norm are the encoder's over Π a; the norm
+    itself is new, with weight 1 and bias 0. Raises ValueError where a shortcut's weight is 0.
+    """
+    weight = rearrange(model.embed.weight, "d (p q c) -> d c p q", p=model.patch, q=model.patch)
+    middle = torch.einsum("dcpq,c->d", weight, (127.5 - model.mean) / model.std)  # what grey of one half gives
+    state = {
+        "cls_token": model.cls[None, None],
+        "pos_embed": F.pad(model.positions, (0, 0, 1, 0))[None],  # none for the class token
+        "patch_embed.proj.weight": weight * (127.5 / model.std)[:, None, None],
+        "patch_embed.proj.bias": model.embed.bias + middle,
+        "norm.weight": torch.ones_like(model.cls),
+        "norm.bias": torch.zeros_like(model.cls),
+    }
+    factors = growth(model)
+    for name, value in model.encoder.state_dict(prefix="encoder.").items():
+        if not name.endswith("logits"):
+            state[renamed(name, PLAIN)] = value * factors.get(name.rpartition(".")[0], 1.0)
+    return {name: value.cpu().contiguous() for name, value in state.items()}
+
+
+def growth(model: MaskedAutoencoder) -> dict[str, float]:
+    """The plain network's branches are the encoder's times these factors: of the last layer of each, by name."""
+    ends = (f"encoder.{l}.{layer}" for l in range(len(model.encoder)) for layer in ("attn.proj", "mlp.2"))
+    return dict(zip(ends, branch_factors([pair for block in model.encoder for pair in block.weights()])))
+
+
+def for_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """timm's state dict of a plain ViT under the names of transformers' ViTModel."""
+    parted = {}
+    for name, value in state.items():
+        thirds = zip(("query", "key", "value"), value.chunk(3)) if "qkv" in name else [("qkv", value)]
+        parted |= {name.replace("qkv", part): third.contiguous() for part, third in thirds}
+    return {renamed(name, TRANSFORMERS): value for name, value in parted.items()}
+
+
+def export_run(study: Study) -> None:
+    """`--export RUN`: its encoder as a plain ViT, for timm (--to), for transformers (--to-hf), or both. Raises BadInput."""
+    from safetensors.torch import save
+
+    run, model = load_run(Path(study.export).expanduser(), study)
+    file, folder = (None if path is None else Path(path).expanduser() for path in (study.to, study.to_hf))
+    for path in (path for path in (file, folder) if path is not None):
+        if path.exists() and not study.overwrite and not (path == folder and path.is_dir() and not any(path.iterdir())):
+            raise BadInput(f"{path} is there already: name another, or --overwrite")
+    try:
+        state = plain_vit(model)
+    except ValueError as error:
+        raise BadInput(f"{study.export} has no plain ViT: {error}") from error
+    grid, channels = [side // run.patch_size for side in run.image_size], len(model.mean)
+    half = [0.5] * channels
+    told = {"format": "pt", "grid": json.dumps(grid), "mean": json.dumps(half), "std": json.dumps(half)}
+    sizes = {
+        "img_size": run.image_size, "patch_size": run.patch_size, "in_chans": channels, "embed_dim": run.width,
+        "depth": run.depth, "num_heads": run.heads,
+    }  # fmt: skip
+    usual = {"img_size": (224, 224), "patch_size": 16, "in_chans": 3, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    try:
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, save(state, told))
+            other = "".join(f"{name}={value}, " for name, value in sizes.items() if value != usual[name])
+            print(f'timm.create_model("vit_base_patch16_224", {other}num_classes=0, checkpoint_path="{file}")')
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            shape = {
+                "architectures": ["ViTModel"], "model_type": "vit", "image_size": run.image_size,
+                "patch_size": run.patch_size, "num_channels": channels, "hidden_size": run.width,
+                "intermediate_size": 4 * run.width, "num_hidden_layers": run.depth, "num_attention_heads": run.heads,
+                "layer_norm_eps": 1e-6, "qkv_bias": True, "hidden_act": "gelu",
+            }  # fmt: skip
+            pictures = {
+                "image_processor_type": "ViTImageProcessor", "do_resize": True, "do_rescale": True, "do_normalize": True,
+                "size": dict(zip(("height", "width"), run.image_size)), "rescale_factor": 1 / 255, "resample": 3,
+                "image_mean": half, "image_std": half,
+            }  # fmt: skip
+            write_whole(folder / "model.safetensors", save(for_transformers(state), told))
+            write_whole(folder / "preprocessor_config.json", json.dumps(pictures, indent=1).encode())
+            write_whole(folder / "config.json", json.dumps(shape, indent=1).encode())  # last: without it none is loaded
+            print(f'transformers.ViTModel.from_pretrained("{folder}", add_pooling_layer=False)')
+    except OSError as error:
+        raise BadInput(f"can't write {error.filename}: {error.strerror}") from error
+    print("for images in 0 … 1, less 0.5, over 0.5; its normalised tokens are the encoder's")
+
+
+def plain_weights(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A file's tensors, float32, under timm's or He et al.'s names, and what safetensors' metadata tell. Raises BadInput."""
+    file = Path(name).expanduser()
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(file, "pt") as opened:
+                state, told = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}
+        else:
+            with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of old pickles
+                state, told = torch.load(file, map_location="cpu", weights_only=True), {}
+        state = state.get("model", state)
+        state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value.float() for name, value in state.items()}
+        whole = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4}  # names and numbers of dimensions
+        if any(state[part].ndim != dimensions for part, dimensions in whole.items()):
+            raise ValueError
+    except Exception as error:  # a damaged or foreign file makes the readers raise whatever they meet
+        raise BadInput(
+            f"init {name!r} is not a plain ViT's weights (timm's or facebookresearch/mae's names)"
+        ) from error
+    return state, told
+
+
+def regridded(positions: Tensor, grid: tuple[int, ...], before: tuple[int, ...]) -> Tensor:
+    """Positions (1, 1 + n, d), the class token's first, of one grid for another: (1 + h·w, d), bicubic and antialiased."""
+    if grid != before:
+        patches = rearrange(positions[:, 1:], "one (h w) d -> one d h w", h=before[0], w=before[1])
+        patches = F.interpolate(patches, grid, mode="bicubic", antialias=True)
+        positions = torch.cat([positions[:, :1], rearrange(patches, "one d h w -> one (h w) d")], dim=1)
+    return positions[0]
+
+
+@torch.no_grad()
+def start_from(name: str, model: MaskedAutoencoder) -> str:
+    """Give the model a plain ViT's weights, the decoder's too where they are there and fit; says what was not to be had.
+
+    The decay is divided out of the branches, so that the decayed encoder computes what the plain one does. Positions of
+    another grid are interpolated. Images are standardised as the file tells, or else as ImageNet's. Raises BadInput.
+    """
+    theirs, told = plain_weights(name)
+    ours, channels = model.state_dict(), len(model.mean)
+    kernel = theirs["patch_embed.proj.weight"]
+    blocks = {found[1] for found in map(re.compile(r"blocks\.(\d+)\.").match, theirs) if found}
+    sizes = {
+        "width": (len(kernel), len(model.cls)), "depth": (len(blocks), len(model.encoder)),
+        "patch_size": (kernel.shape[3], model.patch), "number of channels": (kernel.shape[1], channels),
+    }  # fmt: skip
+    for what, (there, here) in sizes.items():
+        if there != here:
+            raise BadInput(f"init {name!r} has {what} {there}, and this model has {here}: both must be the same")
+    grid, n = tuple(side // model.patch for side in model.size), theirs["pos_embed"].shape[1] - 1
+    try:
+        before = tuple(json.loads(told["grid"])) if "grid" in told else (math.isqrt(n),) * 2
+        if math.prod(before) != n:
+            raise ValueError(f"its {n} positions are no square grid")
+        for positions in {"pos_embed", "decoder_pos_embed"} & theirs.keys():
+            theirs[positions] = regridded(theirs[positions], grid, before)
+        for i, statistic in enumerate(("mean", "std")):
+            usual = IMAGENET[i] if channels == 3 else [0.5] * channels
+            theirs[statistic] = 255 * torch.tensor(json.loads(told[statistic]) if statistic in told else usual)
+        theirs["cls_token"] = theirs["cls_token"].flatten() + theirs["pos_embed"][0]
+        theirs["pos_embed"] = theirs["pos_embed"][1:]
+        theirs["patch_embed.proj.weight"] = rearrange(kernel, "d c p q -> d (p q c)")
+        factors = growth(model)
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        raise BadInput(f"init {name!r} can't be the start: {error}") from error
+    taken = {}
+    for own, value in ours.items():
+        plain = renamed(own, PLAIN)
+        if plain in theirs and theirs[plain].numel() == value.numel():  # tokens are (1, 1, d) there
+            taken[own] = theirs.pop(plain).view_as(value) / factors.get(own.rpartition(".")[0], 1.0)
+    missing = [own for own in ours if own not in taken and not own.endswith("logits")]
+    lacking = [own for own in missing if own.startswith(("cls", "positions", "embed.", "encoder."))]
+    if lacking or any(plain.startswith("blocks.") for plain in theirs):
+        part = renamed(lacking[0], PLAIN) + " is missing" if lacking else f"{min(theirs)} has no place here"
+        raise BadInput(f"init {name!r} is of another kind of ViT: {part}")
+    model.load_state_dict(ours | taken)
+    told_of = lambda names: ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", own) for own in names)) or "none"
+    return (
+        f"starting from {name}: {len(taken)} tensors, images standardised by mean {model.mean.tolist()} and deviation "
+        f"{model.std.tolist()}\nnot in it, and as they were: {told_of(missing)}\nin it, and not used: {told_of(theirs)}"
+    )
+
+
 # ---- Plumbing -------------------------------------------------------------------------------------------------------
 
 
 SCRIPT = "mae"
 ELSEWHERE = (
-    "root", "device", "out", "overwrite", "compile", "recipe", "model", "evaluate", "protocol", "masks"
+    "root", "device", "out", "overwrite", "compile", "log", "recipe", "model", "evaluate", "protocol", "masks", "export",
+    "to", "to_hf",
 )  # fmt: skip  # not in config.json
 DONE = "per_layer"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, a higher --accumulate or a smaller --model"
@@ -1366,9 +1595,32 @@ def save_figure(path: Path, figure: object) -> None:
     write_whole(path, file.getbuffer())
 
 
-def log(config: Config, records: list[dict]) -> None:
-    """metrics.jsonl: a line a record; the checkpoint holds them too."""
+def log(config: Config, records: list[dict], board: object = None) -> None:
+    """metrics.jsonl: a line a record; the checkpoint holds them too. The last one's numbers go on TensorBoard's `board`."""
     write_whole(config.folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+    if board is not None:
+        add_scalars(board, records[-1])
+
+
+def add_scalars(board: object, record: dict) -> None:
+    """A record's numbers on TensorBoard, at its epoch."""
+    for name in (name for name, value in record.items() if isinstance(value, (int, float))):
+        board.add_scalar(name, record[name], record["epoch"])
+    board.flush()
+
+
+def tensorboard(config: Config, records: list[dict]) -> object:
+    """TensorBoard's writer into the run folder, which holds the records so far; None unless --log asks for it."""
+    for old in config.folder.glob("events.out.tfevents.*") if probe.process()[0] == 0 else ():
+        old.unlink()  # of before it was stopped, or of the run that was overwritten
+    if config.log == "none" or probe.process()[0] > 0:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(config.folder)
+    for record in records:
+        add_scalars(board, record)
+    return board
 
 
 def claim(folder: Path) -> object:
@@ -1449,8 +1701,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         study = parse(arguments)
         stop = Stop(at_once=True)
-        if study.evaluate and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise BadInput("--evaluate runs in one process: start it without torchrun")
+        if (study.evaluate or study.export is not None) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise BadInput("--evaluate and --export run in one process: start them without torchrun")
+        if study.export is not None:
+            export_run(study)
+            return 0
         if study.evaluate:
             with stop:
                 evaluate_runs(study)

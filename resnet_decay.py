@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
@@ -40,6 +41,7 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +119,7 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     bf16: bool = True  # bfloat16 on CUDA
     compile: bool = False  # torch.compile the training step
+    log: Literal["none", "tensorboard"] = "none"  # what metrics.jsonl is written to besides
     out: str | None = None  # run folder, or the parent of several; None: runs/ and its data, blocks, alpha_min, seed
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
@@ -162,6 +165,8 @@ class Config:
             raise ValueError(f"batch_size must be 2 or more (BatchNorm), not {self.batch_size}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), not {self.momentum}")
+        if self.log == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("log tensorboard needs a package that is not installed: pip install tensorboard")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
         if not 0 <= self.padding <= max(size):
@@ -478,6 +483,7 @@ def train(config: Config) -> dict:
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n}
     state["records"] = []  # what metrics.jsonl holds
     lock = start_run(config, saved, model, optimizer, state)
+    board = tensorboard(config, state["records"])
 
     which = {"alpha_min": config.alpha_min, "blocks": config.blocks, "seed": config.seed}
     size = "x".join(map(str, (channels, *config.image_size)))
@@ -509,7 +515,7 @@ def train(config: Config) -> dict:
         scores = evaluate(model, data) if due(config, record["epoch"]) else {}
         say(as_line("train", which | record), *([as_line("eval", which | scores)] if scores else []))
         record |= scores
-        log(config, state["records"])
+        log(config, state["records"], board)
         stop.at_once = False
         if scores:
             save_checkpoint(config, model, optimizer, state)
@@ -750,7 +756,7 @@ def report(study: Study, results: list[dict]) -> None:
 
 
 SCRIPT = "resnet_decay"
-ELSEWHERE = ("root", "device", "out", "overwrite", "compile", "recipe", "model")  # not in config.json
+ELSEWHERE = ("root", "device", "out", "overwrite", "compile", "log", "recipe", "model")  # not in config.json
 DONE = "per_epoch"  # what a finished result.json has
 SMALLER = "try a smaller --batch-size, --width or --image-size"
 FILES = ("result.json", "checkpoint.pt", "metrics.jsonl", "curves.png")  # and config.json
@@ -954,9 +960,32 @@ def save_figure(path: Path, figure: object) -> None:
     write_whole(path, file.getbuffer())
 
 
-def log(config: Config, records: list[dict]) -> None:
-    """metrics.jsonl: a line a record; the checkpoint holds them too."""
+def log(config: Config, records: list[dict], board: object = None) -> None:
+    """metrics.jsonl: a line a record; the checkpoint holds them too. The last one's numbers go on TensorBoard's `board`."""
     write_whole(config.folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+    if board is not None:
+        add_scalars(board, records[-1])
+
+
+def add_scalars(board: object, record: dict) -> None:
+    """A record's numbers on TensorBoard, at its epoch."""
+    for name in (name for name, value in record.items() if isinstance(value, (int, float))):
+        board.add_scalar(name, record[name], record["epoch"])
+    board.flush()
+
+
+def tensorboard(config: Config, records: list[dict]) -> object:
+    """TensorBoard's writer into the run folder, which holds the records so far; None unless --log asks for it."""
+    for old in config.folder.glob("events.out.tfevents.*") if probe.process()[0] == 0 else ():
+        old.unlink()  # of before it was stopped, or of the run that was overwritten
+    if config.log == "none" or probe.process()[0] > 0:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(config.folder)
+    for record in records:
+        add_scalars(board, record)
+    return board
 
 
 def claim(folder: Path) -> object:

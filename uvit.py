@@ -30,6 +30,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -162,6 +163,7 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     bf16: bool = True  # bfloat16 on CUDA
     compile: bool = False  # torch.compile the training step
+    log: Literal["none", "tensorboard"] = "none"  # what metrics.jsonl is written to besides
     out: str | None = None  # run folder; None: runs/uvit-<data>-a<alpha_min>-s<seed>
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
@@ -222,6 +224,8 @@ class Config:
             raise ValueError(f"scale must lie in (0, 1], not {self.scale}")
         if not 0 <= self.drop_path < 1:
             raise ValueError(f"drop_path must lie in [0, 1), not {self.drop_path}")
+        if self.log == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("log tensorboard needs a package that is not installed: pip install tensorboard")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must not be negative, not {self.weight_decay}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -698,6 +702,7 @@ def train(config: Config) -> dict:
     state = {"step": 0, "loss": 0.0, "loss_sum": 0.0, "seconds": 0.0, "images": 0, "train_images": n, "baselines": {}}
     state |= {"shape": tuple(shape), "records": []}  # records: what metrics.jsonl holds
     lock = start_run(config, saved, models, optimizer, state)
+    board = tensorboard(config, state["records"])
 
     batch, (number, processes) = min(config.batch_size, n), probe.process()
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
@@ -735,7 +740,7 @@ def train(config: Config) -> dict:
         with bar.external_write_mode():
             print(as_line("train", record), *([as_line("eval", scores)] if scores else []), sep="\n", flush=True)
         record |= scores
-        log(config, state["records"])
+        log(config, state["records"], board)
         if config.sample_every and record["epoch"] % config.sample_every == 0:
             draw_samples(config, sample(ema, config, 64, vae=vae))
         stop.at_once = False
@@ -1337,6 +1342,7 @@ ELSEWHERE = (
     "out",
     "overwrite",
     "compile",
+    "log",
     "recipe",
     "model",
     "sample",
@@ -1546,9 +1552,32 @@ def save_figure(path: Path, figure: object) -> None:
     write_whole(path, file.getbuffer())
 
 
-def log(config: Config, records: list[dict]) -> None:
-    """metrics.jsonl: a line a record; the checkpoint holds them too."""
+def log(config: Config, records: list[dict], board: object = None) -> None:
+    """metrics.jsonl: a line a record; the checkpoint holds them too. The last one's numbers go on TensorBoard's `board`."""
     write_whole(config.folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+    if board is not None:
+        add_scalars(board, records[-1])
+
+
+def add_scalars(board: object, record: dict) -> None:
+    """A record's numbers on TensorBoard, at its epoch."""
+    for name in (name for name, value in record.items() if isinstance(value, (int, float))):
+        board.add_scalar(name, record[name], record["epoch"])
+    board.flush()
+
+
+def tensorboard(config: Config, records: list[dict]) -> object:
+    """TensorBoard's writer into the run folder, which holds the records so far; None unless --log asks for it."""
+    for old in config.folder.glob("events.out.tfevents.*") if probe.process()[0] == 0 else ():
+        old.unlink()  # of before it was stopped, or of the run that was overwritten
+    if config.log == "none" or probe.process()[0] > 0:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(config.folder)
+    for record in records:
+        add_scalars(board, record)
+    return board
 
 
 def claim(folder: Path) -> object:

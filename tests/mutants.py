@@ -227,4 +227,17 @@ MUTANTS = [
     ("mae.py", "self.head(self.norm(last.mean(dim=1)))", "self.head(self.norm(last[:, 0]))", "test_protocols.py::test_the_classifier_is_a_linear_layer_on_the_normalised_mean_of_all_tokens"),
     ("mae.py", "drop_factors(noise, self.drop_path)\n", "drop_factors(noise, 0.0)\n", "test_protocols.py::test_the_classifier_is_a_linear_layer_on_the_normalised_mean_of_all_tokens"),
     ("mae.py", 'start.load_state_dict(model.state_dict())', 'pass', "test_protocols.py::test_fine_tuning_starts_from_the_run_and_scratch_does_not"),
-]  # fmt: skip
+    # plain ViTs
+    ("mae.py", "float(b) / decay if decay", "float(b) * decay if decay", "test_plain.py::test_the_folded_encoder_is_the_decayed_one"),
+    ("mae.py", "itertools.accumulate((float(a) for a, _ in pairs)", "itertools.accumulate((float(a) for a, _ in pairs[::-1])", "test_plain.py::test_the_folded_encoder_is_the_decayed_one"),
+    ("mae.py", "(127.5 - model.mean) / model.std)", "model.mean / model.std)", "test_plain.py::test_the_folded_encoder_is_the_decayed_one"),
+    ("mae.py", "* (127.5 / model.std)[:, None, None]", "* (255 / model.std)[:, None, None]", "test_plain.py::test_the_folded_encoder_is_the_decayed_one"),
+    ("mae.py", 'for layer in ("attn.proj", "mlp.2"))', 'for layer in ("mlp.2", "attn.proj"))', "test_plain.py::test_the_folded_encoder_is_the_decayed_one"),
+    ("mae.py", 'zip(("query", "key", "value")', 'zip(("key", "query", "value")', "test_plain.py::test_transformers_loads_an_exported_run"),
+    ("mae.py", "view_as(value) / factors.get(", "view_as(value) * factors.get(", "test_plain.py::test_published_weights_give_timms_features_whatever_alpha_min"),
+    ("mae.py", 'theirs["cls_token"].flatten() + theirs["pos_embed"][0]', 'theirs["cls_token"].flatten()', "test_plain.py::test_published_weights_give_timms_features_whatever_alpha_min"),
+    ("mae.py", "theirs[statistic] = 255 * torch", "theirs[statistic] = 1 * torch", "test_plain.py::test_published_weights_give_timms_features_whatever_alpha_min"),
+    ("mae.py", 'rearrange(kernel, "d c p q -> d (p q c)")', 'rearrange(kernel, "d c p q -> d (c p q)")', "test_plain.py::test_published_weights_give_timms_features_whatever_alpha_min"),
+    ("mae.py", 'mode="bicubic", antialias=True)\n        positions', 'mode="bicubic")\n        positions', "test_plain.py::test_positions_of_14_by_14_become_those_of_8_by_8_in_order"),
+    ("mae.py", "if config.init is not None and not saved:", "if config.init is not None:", "test_plain.py::test_a_run_starts_from_a_file_and_goes_on_without_it"),
+]

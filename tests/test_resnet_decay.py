@@ -621,7 +621,7 @@ def test_a_single_network_is_no_study(clean, capsys):
 
 COPIES = (
     "weighted_sum draw_learned described grouped check_finite claim Stop choose_device device_name generator_for resident "
-    "peak_memory as_line settings open_run save_checkpoint write_whole save_figure log read_json"
+    "peak_memory as_line settings open_run save_checkpoint write_whole save_figure log add_scalars tensorboard read_json"
 ).split()
 
 
