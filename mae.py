@@ -391,8 +391,10 @@ def random_mask(noise: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def take(tokens: Tensor, index: Tensor) -> Tensor:
-    """tokens (b, n, d) at index (b, k): (b, k, d)."""
-    return torch.take_along_dim(tokens, index[..., None], dim=1)
+    """tokens (b, n, d) at index (b, k): (b, k, d). Whole rows are picked, several times faster than gather."""
+    b, n, d = tokens.shape
+    rows = index + n * torch.arange(b, device=index.device)[:, None]
+    return tokens.flatten(0, 1).index_select(0, rows.flatten()).view(b, -1, d)
 
 
 def unshuffle(tokens: Tensor, fill: Tensor, restore: Tensor) -> Tensor:
@@ -476,7 +478,11 @@ class Skip(nn.Module):
         )
 
     def forward(self, x: Tensor, layer: Tensor, restore: Tensor) -> Tensor:
-        return x + self.join(torch.cat([x, unshuffle(layer, self.token, restore)], dim=-1))
+        """join([x, layer in place]); the layer's half of the first product is taken before the masked places are filled."""
+        first, silu, last = self.join
+        of_x, of_layer = first.weight.split([x.shape[-1], layer.shape[-1]], dim=1)
+        filled = unshuffle(F.linear(layer, of_layer), F.linear(self.token, of_layer), restore)
+        return x + last(silu(F.linear(x, of_x, first.bias) + filled))
 
 
 class MaskedAutoencoder(nn.Module):
@@ -561,10 +567,10 @@ class MaskedAutoencoder(nn.Module):
             x = block(x, None if drops is None else drops[:, 2 * l : 2 * l + 2])
             yield x
 
-    def decode(self, layers: list[Tensor], restore: Tensor) -> Tensor:
-        """Encoder layers, each (b, 1 + k, d), to a prediction for every patch (b, n, p)."""
+    def decode(self, layers: list[Tensor], restore: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Encoder layers, each (b, 1 + k, d), to a prediction for every patch (b, n, p), or for the `wanted` (b, m)."""
         if self.decoder_embed is None:  # UNet: the encoder's output comes in by the first skip alone
-            x = self.mask_token + self.decoder_positions.expand(len(restore), -1, -1)
+            x = (self.mask_token + self.decoder_positions)[None]  # the first skip makes one of every sample
         else:
             x = unshuffle(self.decoder_embed(layers[-1]), self.mask_token, restore) + self.decoder_positions
         deepest_first = layers[::-2]  # the Lth, …, 4th, 2nd block
@@ -572,13 +578,14 @@ class MaskedAutoencoder(nn.Module):
             if i < len(self.skips):
                 x = self.skips[i](x, deepest_first[i], restore)
             x = block(x)
-        return self.head(self.decoder_norm(x))[:, 1:]
+        x = x[:, 1:] if wanted is None else take(x[:, 1:], wanted)
+        return self.head(self.decoder_norm(x))
 
     def forward(self, images: Tensor, noise: Tensor, drops: Tensor | None = None) -> Tensor:
         """Mean squared error on the masked patches, per-patch normalised; noise (b, n) chooses them."""
         patches = self.patches(images)
         kept, masked, restore = random_mask(noise, self.kept)
-        prediction = take(self.decode(list(self.encode(patches, kept, drops)), restore), masked)
+        prediction = self.decode(list(self.encode(patches, kept, drops)), restore, masked)
         target, _, _ = normalized(take(patches, masked))
         return F.mse_loss(prediction.float(), target)
 
@@ -1422,6 +1429,8 @@ def choose_device(name: str) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise BadInput(f"device {name!r} can't be used here: use auto, cpu, cuda, cuda:1 or mps") from error
+    if device.type == "cpu":
+        probe.keep_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32

@@ -27,8 +27,11 @@ MUTANTS = [
     # skips and decoder
     ("mae.py", "deepest_first = layers[::-2]", "deepest_first = layers[1::2]", "test_mae.py::test_skips_pair_deepest_first"),
     ("mae.py", "deepest_first = layers[::-2]", "deepest_first = layers[-2::-2]", "test_mae.py::test_skips_pair_deepest_first"),
-    ("mae.py", "unshuffle(layer, self.token, restore)], dim=-1", "unshuffle(layer, self.token * 0, restore)], dim=-1", "test_mae.py::test_skip_sees_kept_tokens_in_place_and_its_token_where_masked"),
-    ("mae.py", "return x + self.join(", "return self.join(", "test_mae.py::test_skip_sees_kept_tokens_in_place_and_its_token_where_masked"),
+    ("mae.py", "F.linear(self.token, of_layer), restore", "F.linear(self.token * 0, of_layer), restore", "test_mae.py::test_skip_sees_kept_tokens_in_place_and_its_token_where_masked"),
+    ("mae.py", "return x + last(silu(", "return last(silu(", "test_mae.py::test_skip_sees_kept_tokens_in_place_and_its_token_where_masked"),
+    ("mae.py", "first.weight.split([x.shape[-1], layer.shape[-1]], dim=1)", "first.weight.split([layer.shape[-1], x.shape[-1]], dim=1)[::-1]", "test_mae.py::test_skip_sees_kept_tokens_in_place_and_its_token_where_masked"),
+    ("mae.py", "else take(x[:, 1:], wanted)", "else take(x[:, :-1], wanted)", "test_mae.py::test_loss_is_he_et_als_mean_over_masked_patches"),
+    ("mae.py", "index + n * torch.arange(b", "index + 0 * torch.arange(b", "test_mae.py::test_unshuffle_puts_an_order_revealing_input_back_in_place"),
     ("mae.py", "unshuffle(self.decoder_embed(layers[-1]), self.mask_token", "unshuffle(self.decoder_embed(layers[0]), self.mask_token", "test_mae.py::test_without_unet_the_decoder_is_he_et_als"),
     ("mae.py", "self.head(self.decoder_norm(x))", "self.head(x)", "test_mae.py::test_without_unet_the_decoder_is_he_et_als"),
     ("mae.py", "(images - self.mean[:, None, None]) / self.std", "(images - self.mean[:, None, None]) * self.std", "test_mae.py::test_images_are_standardised_with_the_data_sets_mean_and_deviation"),

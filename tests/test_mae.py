@@ -194,14 +194,13 @@ def test_loss_is_he_et_als_mean_over_masked_patches():
 def test_visible_patches_carry_no_gradient_from_the_loss():
     model = autoencoder()
     noise = noise_for(model)
-    kept, masked, _ = mae.random_mask(noise, model.kept)
+    _, masked, _ = mae.random_mask(noise, model.kept)
     outputs = []
     model.head.register_forward_hook(lambda module, arguments, output: outputs.append(output))
     loss = model(pictures(), noise)
     (gradient,) = torch.autograd.grad(loss, outputs)
-    assert (gradient[:, 0] == 0).all()  # the class token is not predicted
-    assert (mae.take(gradient[:, 1:], kept) == 0).all()
-    assert (mae.take(gradient[:, 1:], masked).abs().amax(2) > 0).all()
+    assert gradient.shape[:2] == masked.shape  # neither visible patches nor the class token are predicted
+    assert (gradient.abs().amax(2) > 0).all()
 
 
 def test_first_loss_is_the_targets_variance():
@@ -229,19 +228,15 @@ def test_skips_pair_deepest_first(depth, decoder_depth):
 def test_skip_sees_kept_tokens_in_place_and_its_token_where_masked():
     model = autoencoder()
     noise = noise_for(model)
-    kept, masked, restore = mae.random_mask(noise, model.kept)
+    kept, _, restore = mae.random_mask(noise, model.kept)
     layers = list(model.encode(model.patches(pictures()), kept))
-    joined = []
-    skip = model.skips[0]
-    skip.join.register_forward_hook(lambda module, arguments, output: joined.append((arguments[0], output)))
-    stream = torch.randn(2, 17, 12, dtype=torch.float64)
-    result = skip(stream, layers[-1], restore)
-    (seen, added), width = joined[0], model.cls.numel()
-    assert torch.equal(result, stream + added)
-    assert torch.equal(seen[..., :12], stream)
-    assert torch.equal(seen[:, 0, 12:], layers[-1][:, 0])
-    assert torch.equal(mae.take(seen[:, 1:, 12:], kept), layers[-1][:, 1:])
-    assert torch.equal(mae.take(seen[:, 1:, 12:], masked), skip.token.expand(2, 12, width))
+    skip, stream = model.skips[0], torch.randn(2, 17, 12, dtype=torch.float64)
+    placed = skip.token.expand(2, 17, -1).clone()
+    placed[:, 0] = layers[-1][:, 0]
+    for sample in range(2):
+        placed[sample, 1 + kept[sample]] = layers[-1][sample, 1:]
+    expected = stream + skip.join(torch.cat([stream, placed], dim=-1))  # as written, all places joined
+    torch.testing.assert_close(skip(stream, layers[-1], restore), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_decoder_has_the_bottleneck_by_skips_alone_and_every_parameter_gets_gradient():
