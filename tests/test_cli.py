@@ -423,7 +423,7 @@ def test_a_folder_that_changed_under_a_run_is_not_gone_on_with(script, clean, ca
     arguments = flags(script, data="./pets", image_size=16, out="run")
     with monkeypatch.context() as patched:
         patched.setattr(
-            script, "log", lambda config, records: records and 1 / (2 - records[-1]["epoch"])
+            script, "log", lambda config, records, board=None: records and 1 / (2 - records[-1]["epoch"])
         )  # stopped in the second epoch
         with pytest.raises(ZeroDivisionError):
             script.main(arguments)

@@ -77,7 +77,7 @@ def test_half_a_line_of_metrics_and_a_leftover_file_do_no_harm(clean, no_probes)
     settings = {**TINY, "epochs": 4}
     with pytest.MonkeyPatch.context() as patch:
         log = mae.log
-        patch.setattr(mae, "log", lambda config, records: log(config, records) or 1 / (2 - len(records)))
+        patch.setattr(mae, "log", lambda config, records, board=None: log(config, records) or 1 / (2 - len(records)))
         with pytest.raises(ZeroDivisionError):
             mae.main(flags(mae, **settings, out="run"))
     with open(clean / "run/metrics.jsonl", "a") as file:

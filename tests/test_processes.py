@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -190,7 +191,9 @@ def test_a_process_of_several_trains_on_its_share_alone(clean, monkeypatch, no_p
 
 
 @pytest.mark.parametrize("script", [mae, uvit])
-def test_four_parts_of_a_batch_are_the_whole_batch(script, clean, no_probes):
+def test_four_parts_of_a_batch_are_the_whole_batch(script, clean, no_probes, monkeypatch):
+    # Adam's own eps makes a whole step of a gradient that is nothing but rounding, which differs from CPU to CPU.
+    monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-4))
     weights = []
     for accumulate in (1, 4):
         settings = {**CHANGED[script.SCRIPT], "accumulate": accumulate, "epochs": 2}

@@ -356,7 +356,7 @@ def test_what_is_told_beats_the_protocols_own(runs, monkeypatch):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--evaluate nowhere", "evaluate 'nowhere' is not the folder of a finished mae.py run"),
+        ("--evaluate nowhere", "'nowhere' is not the folder of a finished mae.py run"),
         ("--evaluate {runs}/a1 --protocol linear quiz", "protocol must be one or more of linear, knn"),
         ("--evaluate {runs}/a1 --protocol", "protocol must name one or more"),
         ("--evaluate {runs}/a1 --masks there", "masks 'there' is for --evaluate with --protocol segment"),
