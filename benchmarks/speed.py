@@ -326,7 +326,8 @@ def linear_probe(quick: bool, device: torch.device) -> Bench:
         found["ours"] = probe.linear_probe(*train, test)[0].item()
 
     def theirs() -> None:
-        model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=5000))
+        logistic = LogisticRegression(max_iter=5000, tol=1e-6)  # with its own 1e-4 it stops 2 points short
+        model = make_pipeline(StandardScaler(), logistic)
         model.fit(train[0].cpu().numpy(), train[1].numpy())
         found["theirs"] = 100 * model.score(test[0].cpu().numpy(), test[1].numpy())
 
