@@ -684,13 +684,16 @@ def train(config: Config) -> dict:
     lock = start_run(config, saved, model, optimizer, state)
     board = tensorboard(config, state["records"])
 
+    one = torch.zeros(1, channels, *config.image_size, device=device), torch.zeros(1, config.patches, device=device)
+    flops = probe.training_flops(model, *one)
+    rate = probe.product_rate(device, torch.bfloat16 if config.bf16 else torch.float32)
     batch, (number, processes) = min(config.batch_size, n), probe.process()
     print(f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}")
     size = "x".join(map(str, (channels, *config.image_size)))
     print(f"{config.data}: {n} train and {len(data.test)} test images of {size}")
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {config.kept} of {config.patches} patches "
-        f"visible, {described(config, model.alphas)}"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {flops / 1e9:.3g} GFLOP an image, "
+        f"{config.kept} of {config.patches} patches visible, {described(config, model.alphas)}"
     )
     if batch < config.batch_size:
         print(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
@@ -777,6 +780,8 @@ def train(config: Config) -> dict:
             if last_of_epoch:
                 record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
                 record["images_per_second"] = seen / seconds
+                if rate:
+                    record["utilisation"] = flops * seen / seconds / processes / rate
                 if config.schedule == "learned":
                     record["alphas"] = model.alphas
                 state["records"].append(record)
@@ -797,7 +802,7 @@ def train(config: Config) -> dict:
         "seed": config.seed, "epochs": config.epochs, "steps": steps, "loss": state["loss"],
         "seconds": state["seconds"], "images_per_second": state["images"] / max(state["seconds"], 1e-9),
         "peak_memory_bytes": peak_memory(device), "device": device_name(device), "torch": torch.__version__,
-        **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
+        "utilisation": records[-1].get("utilisation"), **{name: records[-1][name] for name in SCORES}, "baselines": state["baselines"],
     }  # fmt: skip
     write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())
     (config.folder / ".lock").unlink(missing_ok=True)

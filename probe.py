@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 
@@ -63,6 +64,35 @@ def keep_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that it takes
         library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def training_flops(model: nn.Module, *inputs: Tensor) -> float:
+    """Floating-point operations of a training step, for each of the images in `inputs`: three times a forward pass's.
+
+    PyTorch counts those of products and convolutions, attention's among them; nothing else weighs.
+    """
+    training = model.training
+    model.eval()  # no statistics are kept
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # it does not see into fused attention
+    with torch.no_grad(), plain, FlopCounterMode(display=False) as counter:
+        model(*inputs)
+    model.train(training)
+    return 3.0 * counter.get_total_flops() / len(inputs[0])
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second of plain 8192×8192 products on a GPU, of which training takes its share; None on others."""
+    if device.type != "cuda":
+        return None
+    x = torch.randn(8192, 8192, device=device, dtype=dtype)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(30):
+        if i == 10:  # it is warm
+            start.record()
+        x @ x
+    end.record()
+    end.synchronize()
+    return 20 * 2 * 8192**3 / (start.elapsed_time(end) / 1000)
 
 
 @contextlib.contextmanager

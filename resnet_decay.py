@@ -485,12 +485,15 @@ def train(config: Config) -> dict:
     lock = start_run(config, saved, model, optimizer, state)
     board = tensorboard(config, state["records"])
 
+    flops = probe.training_flops(model, torch.zeros(1, channels, *config.image_size, device=device))
+    rate = probe.product_rate(device, torch.bfloat16 if config.bf16 else torch.float32)
     which = {"alpha_min": config.alpha_min, "blocks": config.blocks, "seed": config.seed}
     size = "x".join(map(str, (channels, *config.image_size)))
     say(
         f"{device_name(device)}, torch {torch.__version__}, run folder {config.folder}",
         f"{config.data}: {n} train and {len(data.test)} test images of {size} in {len(data.classes)} classes",
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {described(config, model.alphas)}",
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {flops / 1e9:.3g} GFLOP an image, "
+        f"{described(config, model.alphas)}",
     )
     if batch < config.batch_size:
         say(f"{n} training images are fewer than batch_size {config.batch_size}: all of them are in every batch")
@@ -570,6 +573,8 @@ def train(config: Config) -> dict:
             if last_of_epoch:
                 record = {"epoch": epoch + 1, "step": step + 1, "loss": mean_loss, "lr": lr}
                 record["images_per_second"] = seen / seconds
+                if rate:
+                    record["utilisation"] = flops * seen / seconds / processes / rate
                 if config.schedule == "learned":
                     record["alphas"] = model.alphas
                 state["records"].append(record)
@@ -589,7 +594,7 @@ def train(config: Config) -> dict:
         "script": SCRIPT, "data": config.data, **which, "alpha_eff": rank.alpha_eff(model.alphas), "epochs": config.epochs,
         "steps": steps, "loss": state["loss"], "seconds": state["seconds"],
         "images_per_second": state["images"] / max(state["seconds"], 1e-9), "peak_memory_bytes": peak_memory(device),
-        "device": device_name(device), "torch": torch.__version__,
+        "device": device_name(device), "torch": torch.__version__, "utilisation": records[-1].get("utilisation"),
         **{name: records[-1][name] for name in SCORES}, "per_epoch": tested,
     }  # fmt: skip
     write_whole(config.folder / "result.json", json.dumps(result, indent=1).encode())

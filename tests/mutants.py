@@ -157,6 +157,9 @@ MUTANTS = [
     # several processes
     ("mae.py", "(loss * processes).backward()", "loss.backward()", "test_processes.py::test_a_process_of_several_trains_on_its_share_alone"),
     ("mae.py", "batch=whole, place=mine", "batch=None", "test_processes.py::test_a_process_of_several_trains_on_its_share_alone"),
+    ("probe.py", "    model.eval()  # no statistics are kept\n", "", "test_speed.py::test_counting_leaves_the_model_as_it_was"),
+    ("probe.py", "return 3.0 * counter", "return 2.0 * counter", "test_speed.py::test_operations_are_those_that_torch_counts"),
+    ("mae.py", "flops * seen / seconds / processes / rate", "flops * seen / seconds / rate / batch", "test_speed.py::test_on_a_gpu_a_run_says_what_share_of_a_products_rate_it_reached"),
     ("probe.py", "slice(count * number // processes, count * (number + 1) // processes)", "slice(0, count)", "test_processes.py::test_shares_are_disjoint_whole_and_even"),
     ("probe.py", "flips = torch.rand(batch, generator=generator, device=device)[place]", "flips = torch.rand(b, generator=generator, device=device)", "test_probe.py::test_a_part_of_a_batch_is_changed_as_it_is_in_the_whole"),
     ("probe.py", "scale=(min_scale, 1.0))[place]", "scale=(min_scale, 1.0))[:b]", "test_probe.py::test_a_part_of_a_batch_is_changed_as_it_is_in_the_whole"),
@@ -201,7 +204,7 @@ MUTANTS = [
     ("probe.py", "(place[:, 0] * (height - h + 1)).floor()", "(place[:, 0] * (height - h)).floor()", "test_probe.py::test_boxes_keep_to_the_range_of_area_and_ratio_and_reach_its_ends"),
     ("probe.py", "scale=(min_scale, 1.0)", "scale=(min_scale, min_scale)", "test_probe.py::test_augmented_images_are_crops_of_their_own_and_half_of_them_are_mirrored"),
     # features and protocols
-    ("probe.py", "model.eval()", "model.train()", "test_probe.py::test_features_are_the_mean_and_the_first_of_every_layers_tokens"),
+    ("probe.py", "    model.eval()\n", "    model.train()\n", "test_probe.py::test_features_are_the_mean_and_the_first_of_every_layers_tokens"),
     ("probe.py", "module.training = training", "module.training = True", "test_probe.py::test_features_leave_the_model_and_the_random_stream_as_they_were"),
     ("probe.py", "tokens.mean(dim=1)", "tokens[:, 1:].mean(dim=1)", "test_probe.py::test_features_are_the_mean_and_the_first_of_every_layers_tokens"),
     ("probe.py", "logistic_regression((train[:, i] - mean) / deviation, labels", "logistic_regression(train[:, i], labels", "test_probe.py::test_the_linear_probe_does_not_depend_on_scale_and_shift_of_the_features"),

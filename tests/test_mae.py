@@ -366,7 +366,7 @@ def test_a_run_leaves_what_it_promises_and_is_not_trained_again(clean, capsys):
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "checkpoint.pt", "curves.png", "reconstruction.png", "result.json"}
     promised = (
-        "script data alpha_min alpha_eff seed epochs steps loss seconds images_per_second peak_memory_bytes device torch "
+        "script data alpha_min alpha_eff seed epochs steps loss seconds images_per_second peak_memory_bytes device torch utilisation "
         "effective_rank exp_effective_rank linear knn_weighted knn_majority best_layer per_layer baselines"
     )
     assert set(promised.split()) <= set(result)

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
-from torch.utils.flop_counter import FlopCounterMode
+from conftest import ROOT, TINY
 
 import mae
 import probe
@@ -18,11 +17,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import speed  # noqa: E402
 
 
-def counted(work):
-    """Floating-point operations of one call by torch's count, attention done by plain products, which it counts."""
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        work()
-    return counter.get_total_flops()
+def counted(model, *inputs):
+    """Floating-point operations of a forward pass of one image, by torch's count."""
+    return probe.training_flops(model, *inputs) / 3
 
 
 def test_operations_are_those_that_torch_counts():
@@ -30,15 +27,35 @@ def test_operations_are_those_that_torch_counts():
         image_size=64, patch_size=8, width=96, depth=4, heads=4, decoder_width=64, decoder_depth=3, decoder_heads=4
     )
     model, images = mae.MaskedAutoencoder(config, 3), torch.rand(2, 3, 64, 64)
-    assert counted(lambda: model(images, torch.rand(2, 64))) / 2 == pytest.approx(speed.mae_flops(config), rel=0.01)
+    assert counted(model, images, torch.rand(2, 64)) == pytest.approx(speed.mae_flops(config), rel=0.01)
 
     config = uvit.Config(image_size=32, patch_size=4, width=64, depth=4, heads=4)
     model, images = uvit.UViT(config, 3), torch.rand(2, 3, 32, 32)
-    assert counted(lambda: model(images, torch.rand(2))) / 2 == pytest.approx(speed.uvit_flops(config), rel=0.01)
+    assert counted(model, images, torch.rand(2)) == pytest.approx(speed.uvit_flops(config), rel=0.01)
 
     config = resnet_decay.Config(image_size=32, blocks=8, width=64)
     model, images = resnet_decay.ResNet(config, 3, 10), torch.rand(2, 3, 32, 32)
-    assert counted(lambda: model(images)) / 2 == pytest.approx(speed.resnet_flops(32), rel=0.01)
+    assert counted(model, images) == pytest.approx(speed.resnet_flops(32), rel=0.01)
+
+
+def test_counting_leaves_the_model_as_it_was():
+    model = resnet_decay.ResNet(resnet_decay.Config(image_size=16, blocks=8, width=4), 1, 10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert probe.training_flops(model, torch.rand(2, 1, 16, 16)) > 0 and model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert probe.product_rate(torch.device("cpu"), torch.float32) is None
+
+
+def test_on_a_gpu_a_run_says_what_share_of_a_products_rate_it_reached(clean, no_probes, monkeypatch, capsys):
+    """Here of a rate that is made up, and by the formula."""
+    monkeypatch.setattr(probe, "product_rate", lambda device, dtype: 1e9)
+    result = mae.train(mae.Config(**TINY, out="run"))
+    config = mae.Config(**TINY)
+    records = [json.loads(line) for line in (clean / "run/metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        expected = 3 * speed.mae_flops(config, 1) * record["images_per_second"] / 1e9
+        assert record["utilisation"] == pytest.approx(expected, rel=0.02)
+    assert result["utilisation"] == records[-1]["utilisation"] and " utilisation=" in capsys.readouterr().out
 
 
 def test_operations_of_the_peer_are_those_that_torch_counts():
@@ -53,7 +70,7 @@ def test_operations_of_the_peer_are_those_that_torch_counts():
             decoder_intermediate_size=256,
         )
     )  # fmt: skip
-    assert counted(lambda: peer(torch.rand(2, 3, 64, 64))) / 2 == pytest.approx(speed.hf_mae_flops(config), rel=0.01)
+    assert counted(peer, torch.rand(2, 3, 64, 64)) == pytest.approx(speed.hf_mae_flops(config), rel=0.01)
 
 
 def test_the_command_prints_and_keeps_one_table(clean):

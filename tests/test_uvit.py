@@ -394,7 +394,7 @@ def test_a_run_leaves_what_it_promises_and_is_not_trained_again(clean, capsys):
         "config.json", "metrics.jsonl", "checkpoint.pt", "curves.png", "probe.png", "samples.png", "result.json",
     }  # fmt: skip
     promised = (
-        "script data alpha_min alpha_eff seed epochs steps loss seconds images_per_second peak_memory_bytes device torch "
+        "script data alpha_min alpha_eff seed epochs steps loss seconds images_per_second peak_memory_bytes device torch utilisation "
         "effective_rank exp_effective_rank linear knn_weighted knn_majority best_layer best_time per_layer baselines "
         "fid fid_samples sampler sampler_steps guidance"
     )
