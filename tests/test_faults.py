@@ -256,3 +256,21 @@ def test_weights_of_a_wrapped_network_are_one_line(script, prefix, clean, capsys
     saved["model"] = {prefix + name: values for name, values in saved["model"].items()}
     torch.save(saved, clean / "run/checkpoint.pt")
     assert "does not fit the model" in complaint(capsys, *flags(script, out="run"), script=script)
+
+
+# ---- Memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_memory_does_not_grow_with_the_steps(clean, no_probes, monkeypatch):
+    """Within 2 % from the middle of 1,000 steps to their end; records, checkpoints and extracted features included."""
+    held, step = [], torch.optim.AdamW.step
+
+    def counted(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        with open("/proc/self/status") as file:
+            held.append(next(int(line.split()[1]) for line in file if line.startswith("VmRSS")))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    assert mae.main(flags(mae, epochs=25, limit=200, batch_size=5, eval_every=5, out="run")) == 0
+    assert len(held) == 1000 and held[-1] < 1.02 * held[499]
