@@ -95,6 +95,13 @@ VARIANTS = {
 }
 PROTOCOLS = ("linear", "knn", "linear-imagenet", "finetune", "scratch", "tsne", "segment", "reconstruct")
 OF_PROTOCOLS = ("epochs", "batch_size", "lr", "warmup_epochs")  # what --evaluate takes from the protocol, unless told
+HEEDED = {  # the flags that --evaluate and --export heed; all else is the finished run's
+    "evaluate": {"evaluate", "protocol", "masks", "root", "seed", "device", "out"},
+    "linear-imagenet": {*OF_PROTOCOLS, "limit"},
+    "finetune": {*OF_PROTOCOLS, "limit", "weight_decay", "drop_path"},
+    "scratch": {*OF_PROTOCOLS, "limit", "weight_decay", "drop_path"},
+    "export": {"export", "to", "to_hf", "device", "overwrite"},
+}
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,8 @@ class Config:
     out: str | None = None  # run folder; None: runs/mae-<data>-a<alpha_min>-s<seed>
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
-    evaluate: tuple[str, ...] = ()  # finished runs to evaluate instead of training
-    protocol: tuple[str, ...] = ("linear", "knn")  # also linear-imagenet, finetune, scratch, tsne, segment, reconstruct
+    evaluate: tuple[str, ...] | None = None  # finished runs to evaluate instead of training
+    protocol: tuple[str, ...] | None = None  # linear knn, linear-imagenet finetune scratch, tsne segment reconstruct
     masks: str | None = None  # segment: a folder with images/* and masks/*.png; None: the digits' ink
     export: str | None = None  # a finished run whose encoder is written as a plain ViT instead of training
     to: str | None = None  # export: the file.safetensors for timm
@@ -164,7 +171,9 @@ class Config:
                 raise ValueError(f"{name} must be one of {', '.join(table)}, not {getattr(self, name)!r}")
         recipe = RECIPES[self.recipe or RECIPE_OF.get(self.data, "imagenet")]
         sizes = ("width", "depth", "heads", "decoder_width", "decoder_depth", "decoder_heads")
-        filled = {**recipe, **dict(zip(sizes, MODELS[self.model or recipe["model"]]))}
+        filled = {**recipe, **dict(zip(sizes, MODELS[self.model or recipe["model"]])), "protocol": ("linear", "knn")}
+        if self.epochs is not None:  # the recipe's warm-up is for its own epochs
+            filled["warmup_epochs"] = min(filled["warmup_epochs"], self.epochs / 4)
         if self.evaluate:  # the protocol's own, unless told
             filled = {name: value for name, value in filled.items() if name not in OF_PROTOCOLS}
         for name, value in filled.items():
@@ -219,6 +228,8 @@ class Config:
             raise ValueError(f"min_scale must lie in (0, 1], not {self.min_scale}")
         if self.warmup_epochs is not None and not 0 <= self.warmup_epochs <= (self.epochs or math.inf):
             raise ValueError(f"warmup_epochs must lie in [0, epochs = {self.epochs}], not {self.warmup_epochs}")
+        if self.evaluate == ():
+            raise ValueError("evaluate must name one finished run or more")
         for name in {*self.protocol} - {*PROTOCOLS}:
             raise ValueError(f"protocol must be one or more of {', '.join(PROTOCOLS)}, not {name!r}")
         if not self.protocol:
@@ -227,8 +238,6 @@ class Config:
             raise ValueError(f"masks {self.masks!r} is for --evaluate with --protocol segment")
         if (self.export is not None) != (self.to is not None or self.to_hf is not None):
             raise ValueError("export RUN goes with --to FILE.safetensors or --to-hf FOLDER")
-        if self.export is not None and self.evaluate:
-            raise ValueError("export and evaluate are two commands")
         if self.to is not None and not self.to.endswith(".safetensors"):
             raise ValueError(f"to must name a file that ends in .safetensors, not {self.to!r}")
         if self.log == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
@@ -291,12 +300,35 @@ class Study(Config):
         for name in ("alpha_min", "seed"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must list one value or more, not none")
+        self._check_command()
         names = [run.name for run in self.runs]  # making them checks their values
         if len({*names}) < len(names):
             raise ValueError(
                 f"alpha_min {' '.join(map(str, self.alpha_min))} and seed {' '.join(map(str, self.seed))} name the run "
                 f"{max(names, key=names.count)} twice: list values that differ, in six digits"
             )
+
+    def _check_command(self) -> None:
+        """Raises ValueError for a flag that would not be heeded: training takes most, --evaluate and --export a few."""
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        if self.evaluate is None and self.export is None:
+            if self.protocol is not None:
+                raise ValueError(f"protocol {' '.join(self.protocol) or 'none'} is for --evaluate RUN")
+            return
+        if self.evaluate is not None and self.export is not None:
+            raise ValueError("export and evaluate are two commands")
+        named = ("export",) if self.evaluate is None else ("evaluate", *(self.protocol or ()))
+        command = f"--{named[0]}" + (f" --protocol {' '.join(named[1:])}" if named[1:] else "")
+        heeded = set().union(*(HEEDED.get(name, ()) for name in named))
+        for name in given:
+            if name not in heeded:
+                value = getattr(self, name)
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(f"{name} {shown} is not heeded by {command}: leave it out")
+        if len(self.seed) > 1:
+            raise ValueError(f"evaluate takes one seed, not {' '.join(map(str, self.seed))}")
+        if self.protocol is None:
+            object.__setattr__(self, "protocol", ("linear", "knn"))
 
     @property
     def runs(self) -> list[Config]:
@@ -981,6 +1013,10 @@ class Classifier(nn.Module):
         return self.head(self.norm(last.mean(dim=1)))
 
     @property
+    def classes(self) -> int:
+        return self.head.out_features
+
+    @property
     def stages(self) -> list[list[nn.Parameter]]:
         """The trained parameters, from the embedding over every block to the head: what layer decay counts."""
         blocks = [[*block.parameters()] for block in self.model.encoder]
@@ -1317,6 +1353,9 @@ def export_run(study: Study) -> None:
 def plain_weights(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A file's tensors, float32, under timm's or He et al.'s names, and what safetensors' metadata tell. Raises BadInput."""
     file = Path(name).expanduser()
+    if not file.is_file():
+        raise BadInput(f"init {name!r} is {'a folder, not a file' if file.is_dir() else 'no file that can be found'}")
+    kinds = "timm's or facebookresearch/mae's names"
     try:
         if file.suffix == ".safetensors":
             from safetensors import safe_open
@@ -1327,15 +1366,20 @@ def plain_weights(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
             with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of old pickles
                 state, told = torch.load(file, map_location="cpu", weights_only=True), {}
+        if {"config", "state"} <= state.keys():
+            kinds = f"it is a run's checkpoint: --export {file.parent} --to FILE.safetensors makes one of it"
+        elif any(name.startswith(("embeddings.", "vit.embeddings.")) for name in state):
+            kinds = f"it has transformers' names: {kinds} are read, as in the file that --export RUN --to writes"
         state = state.get("model", state)
         state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value.float() for name, value in state.items()}
         whole = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4}  # names and numbers of dimensions
         if any(state[part].ndim != dimensions for part, dimensions in whole.items()):
             raise ValueError
     except Exception as error:  # a damaged or foreign file makes the readers raise whatever they meet
-        raise BadInput(
-            f"init {name!r} is not a plain ViT's weights (timm's or facebookresearch/mae's names)"
-        ) from error
+        raise BadInput(f"init {name!r} is damaged, or not a plain ViT's weights ({kinds})") from error
+    for part, value in state.items():
+        if not torch.isfinite(value).all():
+            raise BadInput(f"init {name!r} holds values that are not finite, in {part}")
     return state, told
 
 
@@ -1393,10 +1437,12 @@ def start_from(name: str, model: MaskedAutoencoder) -> str:
         part = renamed(lacking[0], PLAIN) + " is missing" if lacking else f"{min(theirs)} has no place here"
         raise BadInput(f"init {name!r} is of another kind of ViT: {part}")
     model.load_state_dict(ours | taken)
+    numbers = lambda values: " ".join(f"{value:.4g}" for value in values)
+    moved = "" if before == grid else f", positions interpolated from {before[0]}x{before[1]} to {grid[0]}x{grid[1]}"
     told_of = lambda names: ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", own) for own in names)) or "none"
     return (
-        f"starting from {name}: {len(taken)} tensors, images standardised by mean {model.mean.tolist()} and deviation "
-        f"{model.std.tolist()}\nnot in it, and as they were: {told_of(missing)}\nin it, and not used: {told_of(theirs)}"
+        f"starting from {name}: {len(taken)} tensors, images standardised by mean {numbers(model.mean)} and deviation "
+        f"{numbers(model.std)}{moved}\nnot in it, and as they were: {told_of(missing)}\nin it, and not used: {told_of(theirs)}"
     )
 
 
@@ -1712,6 +1758,7 @@ def parse(arguments: list[str] | None = None) -> Study:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
+    study = None
     try:
         study = parse(arguments)
         stop = Stop(at_once=True)
@@ -1730,6 +1777,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BadInput as error:
         print(f"{SCRIPT}.py: {error}".replace("\n", " "), file=sys.stderr)
         return 2
+    except FloatingPointError as error:  # of an evaluation; training's are told run by run
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 1
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
@@ -1744,8 +1794,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
         number, *step = stop.args or (signal.SIGINT,)
+        begun = (
+            study
+            and not study.evaluate
+            and study.export is None
+            and any((run.folder / "checkpoint.pt").exists() for run in study.runs)
+        )
         place = f"step {step[0]}, which is saved" if step else "the last checkpoint"
-        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from {place}", file=sys.stderr)
+        end = f"goes on from {place}" if step or begun else "starts anew: nothing was saved yet"
+        print(f"{SCRIPT}.py: stopped; the same command{without} {end}", file=sys.stderr)
         return 128 + number
 
 

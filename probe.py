@@ -860,9 +860,11 @@ def evaluate_layers(
 
     `held_out` is the linear probe's accuracy on a tenth of train that it was not trained on: choose layers by it, and
     report `linear`, the same probe's accuracy on test. The neighbours are those of the whole train set.
-    Several processes share the layers.
+    Several processes share the layers. Raises FloatingPointError where a feature is not finite.
     """
     layers = train.shape[1]
+    if not (torch.isfinite(train).all() and torch.isfinite(test).all()):
+        raise FloatingPointError("the features are not finite")
     train, test = train[:, share(layers)], test[:, share(layers)]
     if not train.shape[1]:  # more processes than layers
         return of_all([])
@@ -917,6 +919,8 @@ def imagenet_probe(
 
     n, classes = len(images), int(labels.max()) + 1
     batch = min(batch_size, n)
+    if n // math.ceil(n / batch) < 2:
+        raise BadInput(f"linear-imagenet normalises batches: two images or more in each, not {n} in batches of {batch}")
     warmup = epochs / 9 if warmup_epochs is None else warmup_epochs
     generator = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(device).manual_seed(seed)
@@ -929,9 +933,9 @@ def imagenet_probe(
     optimizer = Lars(groups, momentum=0.9, weight_decay=0.0)  # biases are not adapted, as in He et al.'s code
     bar = tqdm(range(epochs), "linear probe (LARS)", unit=" epochs", leave=False, disable=None)
     for epoch in bar:
-        batches = torch.randperm(n, generator=generator).split(batch)
-        for i, index in enumerate(batches):
-            for chosen in index.chunk(math.ceil(len(index) / part)):  # of one size: none is too small for BatchNorm
+        batches = torch.randperm(n, generator=generator).tensor_split(math.ceil(n / batch))
+        for i, index in enumerate(batches):  # of one size, as are their parts: none is too small for BatchNorm
+            for chosen in index.tensor_split(math.ceil(len(index) / part)):
                 views = augment(images[chosen].to(device), size, on_device, min_scale=0.08, flip=flip)
                 logits = head(norm(features_of(views)))
                 loss = F.cross_entropy(logits, labels[chosen].to(device)) * (len(chosen) / len(index))
@@ -1012,12 +1016,12 @@ def finetune(
 
     AdamW (0.9, 0.999), `lr` × batch/256 times each group's "scale", 5 of 100 epochs of warm-up, random resized crops, flips,
     RandAugment (9, 0.5), mixup 0.8 or cutmix 1.0, label smoothing 0.1. `classifier` takes images (b, c, h, w) in 0 … 255 and,
-    in training, noise (b, classifier.branches) for stochastic depth, to logits. A batch goes through in parts of `part`.
+    in training, noise (b, classifier.branches) for stochastic depth, to logits (b, classifier.classes). A batch goes through in parts of `part`.
     Raises FloatingPointError where the loss is not finite.
     """
     from torchvision.transforms import v2
 
-    n, classes = len(images), int(labels.max()) + 1
+    n, classes = len(images), classifier.classes
     batch = min(batch_size, n)
     warmup = epochs / 20 if warmup_epochs is None else warmup_epochs
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))

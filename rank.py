@@ -252,7 +252,8 @@ def save(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise ValueError(f"can't write {path} ({error.strerror}): name another --out") from error
+        why = "not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"can't write {path} ({why}): name another --out") from error
 
 
 def report(title: str, group: dict) -> None:
@@ -263,7 +264,8 @@ def report(title: str, group: dict) -> None:
     print(title, *("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in table), sep="\n")
     for point in group["pearson"]:
         r = "not defined" if point["r"] is None else f"{point['r']:.3f}"
-        print(f"pearson {title} epoch={point['epoch']} r={r} n={point['n']}")
+        line = " (two runs always lie on a line)" if point["n"] == 2 and point["r"] is not None else ""
+        print(f"pearson {title} epoch={point['epoch']} r={r} n={point['n']}{line}")
     if group["settings"]:
         print(f"note: these runs differ also in {', '.join(group['settings'])}")
 

@@ -1070,6 +1070,7 @@ def parse(arguments: list[str] | None = None) -> Study:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
+    study = None
     try:
         study = parse(arguments)
         with Stop(at_once=True), probe.processes_joined(choose_device(study.device).type == "cuda"):
@@ -1094,8 +1095,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
         number, *step = stop.args or (signal.SIGINT,)
+        begun = study and any((run.folder / "checkpoint.pt").exists() for run in study.runs)
         place = f"step {step[0]}, which is saved" if step else "the last checkpoint"
-        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from {place}", file=sys.stderr)
+        end = f"goes on from {place}" if step or begun else "starts anew: nothing was saved yet"
+        print(f"{SCRIPT}.py: stopped; the same command{without} {end}", file=sys.stderr)
         return 128 + number
 
 

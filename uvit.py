@@ -104,6 +104,7 @@ VARIANTS = {
     "shortcut": ("decay", "scale-both", "scale-branch"),
 }
 SAMPLERS = ("dpm-solver", "ode", "sde")
+OF_SAMPLING = ("sampler", "sampler_steps", "guidance", "clip", "seed", "device", "bf16")  # what --sample may change
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Config:
     overwrite: bool = False  # start anew where the run folder holds another or a finished run
 
     sample: str | None = None  # a run folder: draw images from it instead of training
-    n: int = 64  # images to draw with --sample
+    n: int | None = None  # images to draw with --sample; None: 64
     label: int | None = None  # their class, from 0 (conditional runs); None: all classes in turn
 
     def __post_init__(self) -> None:
@@ -261,8 +262,9 @@ class Config:
         for name in ("vae", "fid_weights", "sample"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} must not be empty: name one, or leave the flag out")
-        if self.label is not None and not self.sample:
-            raise ValueError(f"label {self.label} needs --sample: training sees every class")
+        for name in ("label", "n"):
+            if getattr(self, name) is not None and not self.sample:
+                raise ValueError(f"{name} {getattr(self, name)} is for --sample RUN")
         if self.label is not None and self.label < 0:
             raise ValueError(f"label must not be negative, not {self.label}")
 
@@ -304,8 +306,13 @@ class Study(Config):
             if not getattr(self, name):
                 raise ValueError(f"{name} must list one value or more, not none")
         names = [run.name for run in self.runs]  # making them checks their values
+        for field in dataclasses.fields(self) if self.sample else ():
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in ("sample", "n", "label", *OF_SAMPLING):
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(f"{field.name} {shown} is not heeded by --sample: leave it out")
         if self.sample and len(names) > 1:
-            raise ValueError(f"sample takes one seed and no alpha_min, not the {len(names)} pairs that are listed")
+            raise ValueError(f"sample takes one seed, not {' '.join(map(str, self.seed))}")
         if len({*names}) < len(names):
             raise ValueError(
                 f"alpha_min {' '.join(map(str, self.alpha_min))} and seed {' '.join(map(str, self.seed))} name the run "
@@ -1305,16 +1312,17 @@ def draw_from(config: Config) -> None:
     if not held.get("conditional") and (config.guidance or config.label is not None):
         what = f"guidance {config.guidance}" if config.guidance else f"label {config.label}"
         raise BadInput(f"{what} needs a network that knows classes, and {folder} was trained without --conditional")
-    how = ("sampler", "sampler_steps", "guidance", "clip", "seed", "device", "bf16")
-    run, model = load_run(folder, {n: getattr(config, n) for n in how if getattr(config, n) is not None})
+    asked = {name: getattr(config, name) for name in OF_SAMPLING if getattr(config, name) is not None}
+    run, model = load_run(folder, asked)
     if config.label is not None and config.label >= model.classes:
         raise BadInput(f"label {config.label} is not a class of {folder}, which knows 0 to {model.classes - 1}")
     vae = load_vae(run.vae, model.positions.device) if run.vae else None
-    images = sample(model, run, config.n, config.label, vae=vae)
-    name = f"samples-{run.sampler}-{run.sampler_steps}-g{run.guidance:g}-s{run.seed}-n{config.n}"
+    n = config.n or 64
+    images = sample(model, run, n, config.label, vae=vae)
+    name = f"samples-{run.sampler}-{run.sampler_steps}-g{run.guidance:g}-s{run.seed}-n{n}"
     name += ("" if config.label is None else f"-class{config.label}") + ("" if run.clip else "-noclip")
     draw_samples(run, images, f"{name}.png")
-    print(f"{config.n} images by {run.sampler} in {run.sampler_steps} steps: {folder / name}.png")
+    print(f"{n} images by {run.sampler} in {run.sampler_steps} steps: {folder / name}.png")
 
 
 def load_run(folder: Path, asked: dict) -> tuple[Config, UViT]:
@@ -1663,6 +1671,7 @@ def parse(arguments: list[str] | None = None) -> Study:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
+    study = None
     try:
         study = parse(arguments)
         stop = Stop(at_once=True)
@@ -1692,8 +1701,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         without = " without --overwrite" if "--overwrite" in (arguments or sys.argv) else ""
         number, *step = stop.args or (signal.SIGINT,)
+        begun = study and not study.sample and any((run.folder / "checkpoint.pt").exists() for run in study.runs)
         place = f"step {step[0]}, which is saved" if step else "the last checkpoint"
-        print(f"{SCRIPT}.py: stopped; the same command{without} goes on from {place}", file=sys.stderr)
+        end = f"goes on from {place}" if step or begun else "starts anew: nothing was saved yet"
+        print(f"{SCRIPT}.py: stopped; the same command{without} {end}", file=sys.stderr)
         return 128 + number
 
 

@@ -51,7 +51,7 @@ import uvit  # noqa: E402
 class Config:
     """Measure speed against the peers."""
 
-    only: tuple[str, ...] = ()  # rows; none: all of them
+    only: tuple[str, ...] | None = None  # rows; None: all of them
     repeats: int = 7  # timings of each side
     quick: bool = False  # tiny sizes, which say nothing about speed
     device: str = "auto"  # auto, cpu, cuda
@@ -542,6 +542,8 @@ def run(config: Config) -> Iterator[dict]:
         except ImportError as error:
             yield {"row": name, "note": f"{error.name} is not installed"}
             continue
+        if config.quick:
+            row.note, row.aim = "tiny sizes: a check that it runs, no measurement", None
         found = {"row": name, "note": row.note, "peer": row.peer, "aim": row.aim} | measured(
             row, config.repeats, device
         )
@@ -585,10 +587,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"speed.py: can't read {given!r}: --help lists every flag", file=sys.stderr)
         return 2
     try:
-        for name in {*config.only} - {*BENCHES}:
+        if config.only == ():
+            raise probe.BadInput(f"only must name one or more of {', '.join(BENCHES)}")
+        for name in {*(config.only or ())} - {*BENCHES}:
             raise probe.BadInput(f"only must name some of {', '.join(BENCHES)}, not {name!r}")
         if not 1 <= config.repeats < 10_000:
             raise probe.BadInput(f"repeats must lie in [1, 10,000), not {config.repeats}")
+        out = Path(config.out).expanduser()
+        if out.is_dir():
+            raise probe.BadInput(f"can't write {out}: it is a folder")
+        try:  # before half an hour of measuring
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.with_name(out.name + ".tmp").touch()
+            out.with_name(out.name + ".tmp").unlink()
+        except OSError as error:
+            raise probe.BadInput(f"can't write {out}: {error.strerror}") from error
         device = mae.choose_device(config.device)
         head = {"hardware": hardware(device), "versions": versions(), "date": str(datetime.date.today())}
         print(f"{head['hardware']}; " + ", ".join(f"{name} {version}" for name, version in head["versions"].items()))
@@ -605,14 +618,15 @@ def main(arguments: list[str] | None = None) -> int:
         for found in run(config):
             rows.append(found)
             print(shown(found), flush=True)
-        out = Path(config.out).expanduser()
-        out.parent.mkdir(parents=True, exist_ok=True)
         mae.write_whole(out, json.dumps(head | {"quick": config.quick, "rows": rows}, indent=1).encode())
         print(f"the table is in {out}")
         return 0
     except probe.BadInput as error:
         print(f"speed.py: {error}".replace("\n", " "), file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads on: speed.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"speed.py: can't write {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -137,6 +137,23 @@ def test_thirty_kills_at_random_moments_change_nothing(script, kills, span, clea
 # ---- Signals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("script", [mae, uvit, resnet_decay])
+def test_a_run_stopped_before_anything_is_saved_does_not_say_that_it_goes_on(script, clean, capsys, monkeypatch):
+    monkeypatch.setattr(script.probe, "load_images", lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+    assert script.main(flags(script, out="run")) == 143
+    error = capsys.readouterr().err
+    assert error == f"{script.SCRIPT}.py: stopped; the same command starts anew: nothing was saved yet\n"
+    assert not (clean / "run").exists()
+
+
+def test_an_evaluation_that_is_stopped_says_that_nothing_of_it_is_kept(clean, capsys, monkeypatch, no_probes):
+    assert mae.main(flags(mae)) == 0  # in the folder that training would go to
+    monkeypatch.setattr(mae, "evaluate", lambda *a: os.kill(os.getpid(), signal.SIGINT))
+    capsys.readouterr()
+    assert mae.main(["--evaluate", "runs/mae-digits-a0.6-s0"]) == 130
+    assert capsys.readouterr().err == "mae.py: stopped; the same command starts anew: nothing was saved yet\n"
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("script", [mae, uvit, resnet_decay])
 def test_a_stopped_run_is_saved_at_its_step_and_goes_on_to_the_same_numbers(script, number, code, clean, no_probes):

@@ -468,3 +468,9 @@ def test_training_makes_the_features_better_than_the_untrained_encoders(clean):
     )  # fmt: skip
     result = mae.train(config)
     assert result["linear"] > result["baselines"]["untrained"]["linear"] + 5
+
+
+@pytest.mark.parametrize("epochs, warmup", [(1, 0.25), (40, 10.0), (80, 20), (400, 20), (None, 20)])
+def test_a_recipes_warm_up_is_a_quarter_of_the_epochs_at_most(epochs, warmup):
+    assert mae.Config(recipe="cifar", epochs=epochs).warmup_epochs == warmup
+    assert mae.Config(recipe="cifar", epochs=epochs, warmup_epochs=0.5).warmup_epochs == 0.5

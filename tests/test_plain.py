@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 
 import pytest
@@ -280,7 +281,7 @@ def test_a_run_starts_from_a_file_and_goes_on_without_it(clean, tmp_path_factory
     assert mae.main(arguments) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"^starting from plain\.safetensors: \d+ tensors, images standardised by mean \[127\.5\]", out, re.M
+        r"^starting from plain\.safetensors: \d+ tensors, images standardised by mean 127\.5 and", out, re.M
     )
     assert "not in it, and as they were: mask_token" in out
     untrained = json.loads((clean / "new/result.json").read_text())["baselines"]["untrained"]
@@ -306,17 +307,28 @@ def test_a_start_that_can_not_be_is_one_line_and_leaves_nothing(clean, capsys):
         "half.pth": ({n: v for n, v in state.items() if "blocks.1.norm2" not in n}, "blocks.1.norm2.weight is missing"),
         "scaled.pth": (state | {"blocks.0.ls1.gamma": torch.ones(16)}, "blocks.0.ls1.gamma has no place here"),
         "oblong.pth": (state | {"pos_embed": torch.zeros(1, 13, 16)}, "12 positions are no square grid"),
-        "none.pth": ({"weight": torch.ones(2)}, "is not a plain ViT's weights"),
-        "list.pth": ([1, 2], "is not a plain ViT's weights"),
-        "hostile.pth": (Hostile(), "is not a plain ViT's weights"),
+        "none.pth": ({"weight": torch.ones(2)}, "or not a plain ViT's weights"),
+        "list.pth": ([1, 2], "or not a plain ViT's weights"),
+        "hostile.pth": (Hostile(), "or not a plain ViT's weights"),
+        "nan.pth": (
+            state | {"blocks.0.norm1.weight": torch.full((16,), math.nan)},
+            "not finite, in blocks.0.norm1.weight",
+        ),
+        "checkpoint.pt": ({"config": {}, "state": {}, "model": {}}, "it is a run's checkpoint: --export . --to"),
+        "hf.pth": (
+            mae.for_transformers({n: v for n, v in state.items() if "pos_embed" not in n}),
+            "transformers' names",
+        ),
     }
     for name, (content, _) in bad.items():
         torch.save(content, clean / name)
     (clean / "empty.pth").write_bytes(b"")
     (clean / "cut.safetensors").write_bytes(b"\xff" * 100)
-    bad |= dict.fromkeys(("empty.pth", "cut.safetensors", "nowhere.pth", "."), (None, "is not a plain ViT's weights"))
+    (clean / "text.safetensors").write_text("a letter")
+    bad |= dict.fromkeys(("empty.pth", "cut.safetensors", "text.safetensors"), (None, "not a plain ViT's weights"))
+    bad |= {"nowhere.pth": (None, "is no file that can be found"), ".": (None, "is a folder, not a file")}
     for name, (_, expected) in bad.items():
-        assert expected in complaint(capsys, *flags(init=name, out="run")), name
+        assert expected in complaint(capsys, *flags(init=name, out="run"), script=mae), name
         assert not (clean / "run").exists() and not (clean / "it-ran").exists()
 
 

@@ -124,6 +124,13 @@ def test_one_step_of_the_imagenet_probe_is_lars_by_hand(monkeypatch):
     torch.testing.assert_close(bias.grad, db, rtol=1e-4, atol=1e-5)
 
 
+def test_no_batch_of_the_imagenet_probe_is_too_small_for_batchnorm():
+    """Nine images in batches of four are three and three and three, not four and four and one."""
+    images, labels = coloured(9)
+    colours = lambda x: x.mean(dim=(2, 3))
+    assert probe.imagenet_probe(colours, images, labels, images, labels, (8, 8), epochs=1, batch_size=4) >= 0
+
+
 def test_the_imagenet_probe_scores_an_image_by_itself(monkeypatch):
     """BatchNorm's running statistics, not those of the test images: a test of one colour is judged as in a mixed one."""
     images, labels = coloured(120)
@@ -301,6 +308,23 @@ def test_the_protocols_that_train_leave_the_checkpoint_bit_for_bit(runs, capsys)
     assert (runs / "a1/checkpoint.pt").read_bytes() == before
 
 
+@pytest.mark.parametrize("protocol, limit", [("finetune", 1), ("finetune", 9), ("scratch", 5), ("linear-imagenet", 6)])
+def test_protocols_train_on_fewer_images_than_classes(runs, protocol, limit, capsys):
+    more = ["--batch-size", "2", "--warmup-epochs", "0"]
+    assert (
+        mae.main(["--evaluate", f"{runs}/a1", "--protocol", protocol, "--epochs", "1", "--limit", f"{limit}", *more])
+        == 0
+    )
+    assert f"{protocol} accuracy=" in capsys.readouterr().out
+
+
+def test_fine_tuning_that_diverges_is_one_line(runs, capsys):
+    arguments = ["--evaluate", f"{runs}/a1", "--protocol", "finetune", "--epochs", "2", "--limit", "40"]
+    assert mae.main([*arguments, "--batch-size", "4", "--warmup-epochs", "0", "--lr", "1e9"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mae.py: the loss of fine-tuning is not finite in epoch")
+
+
 def test_the_imagenet_probe_of_a_run_changes_nothing_in_its_encoder(runs):
     study = mae.parse(["--evaluate", str(runs / "a1"), "--protocol", "linear-imagenet", "--epochs", "1"])
     run, model = mae.load_run(runs / "a1", study)
@@ -356,6 +380,18 @@ def test_what_is_told_beats_the_protocols_own(runs, monkeypatch):
 @pytest.mark.parametrize(
     "line, words",
     [
+        ("--evaluate", "evaluate must name one finished run or more"),
+        ("--protocol tsne", "protocol tsne is for --evaluate RUN"),
+        ("--evaluate {runs}/a1 --alpha-min 0.3", "alpha_min 0.3 is not heeded by --evaluate: leave it out"),
+        ("--evaluate {runs}/a1 --init x", "init x is not heeded by --evaluate"),
+        ("--evaluate {runs}/a1 --log tensorboard", "log tensorboard is not heeded by --evaluate"),
+        ("--evaluate {runs}/a1 --protocol tsne --epochs 3", "epochs 3 is not heeded by --evaluate --protocol tsne"),
+        ("--evaluate {runs}/a1 --protocol linear --limit 9", "limit 9 is not heeded by --evaluate --protocol linear"),
+        ("--evaluate {runs}/a1 --protocol linear-imagenet --drop-path 0.2", "drop_path 0.2 is not heeded by"),
+        ("--evaluate {runs}/a1 --protocol finetune --seed 1 2", "evaluate takes one seed, not 1 2"),
+        ("--evaluate {runs}/a1 --protocol linear-imagenet --limit 1", "two images or more in each, not 1 in batches of 1"),
+        ("--evaluate {runs}/a1 --export {runs}/a1 --to a.safetensors", "export and evaluate are two commands"),
+        ("--export {runs}/a1 --to a.safetensors --epochs 3", "epochs 3 is not heeded by --export: leave it out"),
         ("--evaluate nowhere", "'nowhere' is not the folder of a finished mae.py run"),
         ("--evaluate {runs}/a1 --protocol linear quiz", "protocol must be one or more of linear, knn"),
         ("--evaluate {runs}/a1 --protocol", "protocol must name one or more"),

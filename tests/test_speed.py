@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, TINY
+from test_cli import complaint
 
 import mae
 import probe
@@ -120,3 +121,25 @@ def test_a_mistake_is_one_line(capsys):
 
 def test_freed_memory_is_kept_where_the_c_library_can():
     probe.keep_memory()  # and elsewhere it does nothing
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--only", "only must name one or more of mae-step"),
+        ("--out .", "can't write .: it is a folder"),
+        ("--out file/speed.json", "can't write file/speed.json"),
+        ("--out /proc/speed.json", "can't write /proc/speed.json"),
+    ],
+)
+def test_what_cant_be_measured_or_written_is_told_before_measuring(line, words, clean, capsys, monkeypatch):
+    (clean / "file").write_text("a letter")
+    monkeypatch.setattr(speed, "run", lambda config: pytest.fail("it measures"))
+    assert words in complaint(capsys, *line.split(), script=speed)
+    assert [path.name for path in clean.iterdir()] == ["file"]
+
+
+def test_a_reader_that_leaves_early_is_no_complaint(clean):
+    command = f"{sys.executable} {ROOT}/benchmarks/speed.py --quick --only knn effective-rank | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == "" and "torch" in done.stdout

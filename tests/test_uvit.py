@@ -437,6 +437,7 @@ def test_hidden_labels_are_the_null_class_at_their_rate(clean, monkeypatch):
         uvit.UViT, "forward", lambda self, x, t, labels, drops: (seen.append(labels), forward(self, x, t, labels))[1]
     )
     monkeypatch.setattr(uvit, "sample", lambda *_, **more: torch.zeros(4, 1, 16, 16, dtype=torch.uint8))
+    monkeypatch.setattr(probe, "training_flops", lambda *_: 1.0)  # it asks the network, too
     uvit.train(uvit.Config(**{**TINY_UVIT, "conditional": True, "label_dropout": 0.25, "epochs": 5}))
     labels = torch.cat(seen)
     assert len(labels) == 1000 and (labels == 10).double().mean().item() == pytest.approx(0.25, abs=0.04)
@@ -737,7 +738,11 @@ def test_images_come_from_a_finished_run_as_in_its_own_grid(clean, capsys, monke
         (["--sample", ""], "sample must not be empty"),
         (["--vae", ""], "vae must not be empty"),
         (["--fid-weights", ""], "fid_weights must not be empty"),
-        (["--label", "3"], "label 3 needs --sample"),
+        (["--label", "3"], "label 3 is for --sample RUN"),
+        (["--n", "4"], "n 4 is for --sample RUN"),
+        (["--sample", "run", "--epochs", "3"], "epochs 3 is not heeded by --sample: leave it out"),
+        (["--sample", "run", "--alpha-min", "0.5"], "alpha_min 0.5 is not heeded by --sample"),
+        (["--sample", "run", "--fid-samples", "64"], "fid_samples 64 is not heeded by --sample"),
     ):
         assert uvit.main(arguments) == 2
         error = capsys.readouterr().err
