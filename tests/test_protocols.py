@@ -161,6 +161,28 @@ def test_fine_tuning_learns_and_the_same_seed_gives_the_same_weights():
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_fine_tuning_learns_from_images_of_fewer_classes_than_there_are():
+    images, labels = coloured(8, classes=2, size=16)
+    classifier = mae.Classifier(autoencoder(2, unet=False, random=False).float(), 3, 0.1, generator())
+    groups = probe.layer_decay_groups(classifier.stages)
+    how = dict(epochs=1, batch_size=3, flip=False)
+    assert probe.finetune(classifier, groups, images, labels, images, labels, (16, 16), **how) >= 0
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"evaluate": ("run",), "lr": 3.0}, "lr 3.0 is not heeded by --evaluate: leave"),
+        ({"evaluate": ("run",), "protocol": ("scratch",), "mask_ratio": 0.5}, "by --evaluate --protocol scratch"),
+        ({"export": "run", "to": "a.safetensors", "seed": (1,)}, "seed 1 is not heeded by --export"),
+    ],
+)
+def test_a_flag_that_would_not_be_heeded_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        mae.Study(**settings)
+    mae.Study(evaluate=("run",), protocol=("finetune", "tsne"), lr=3.0, epochs=2, seed=(1,), limit=5, drop_path=0.2)
+
+
 def test_fine_tuning_that_diverges_says_so():
     images, labels = coloured(32, size=16)
     model = autoencoder(2, unet=False, random=False).float()
