@@ -54,16 +54,16 @@ class BadInput(ValueError):
 # torchrun starts a script N times. Each process does its share of every batch, and what all need is brought together.
 
 
-def keep_memory() -> None:
+def keep_memory(keep: bool = True) -> None:
     """Let this process keep the memory that it frees, where its C library can be told to (glibc).
 
     By default large tensors are given back to the system at every step, and their pages are cleared anew at the next: a
-    sixth to a quarter of a training step's time on a CPU.
+    sixth to a quarter of a training step's time on a CPU. Without `keep`, to what glibc's own rule comes to by itself.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
         library = ctypes.CDLL(None)
         library.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that it takes
-        library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        library.mallopt(-1, 2**31 - 1 if keep else 64 << 20)  # M_TRIM_THRESHOLD
 
 
 def training_flops(model: nn.Module, *inputs: Tensor) -> float:
@@ -657,28 +657,36 @@ def crop_and_resize(images: Tensor, boxes: Tensor, size: tuple[int, int], flips:
     """Each image's box (b, 4: top, left, height, width) resized to `size`: (b, c, H, W) to (b, c, h, w), 0 … 255.
 
     Antialiased bicubic interpolation, as Pillow and torchvision have it, is linear and separable: one small matrix for
-    the rows and one for the columns of each image, so the whole batch is two batched products.
+    the rows and one for the columns of each image, so the whole batch is a few batched products.
     """
     top, left, height, width = boxes.to(torch.float32).unbind(1)
     rows = _resize_matrix(top, height, images.shape[2], size[0])  # (b, h, H)
     columns = _resize_matrix(left, width, images.shape[3], size[1])  # (b, w, W)
     if flips is not None:
         columns = torch.where(flips[:, None, None], columns.flip(1), columns)
-    resized = rows[:, None] @ images.to(torch.float32) @ columns[:, None].transpose(2, 3)
-    return resized.clamp(0, 255)
+    lines = images.to(torch.float32).flatten(1, 2) @ columns.mT  # (b, c·H, w)
+    channels = lines.unflatten(1, (images.shape[1], -1)).unbind(1)
+    return torch.stack([rows @ channel for channel in channels], dim=1).clamp_(0, 255)
 
 
 def _resize_matrix(start: Tensor, length: Tensor, pixels: int, size: int) -> Tensor:
-    """Weights (b, size, pixels) that carry the interval [start, start + length) of an axis of `pixels` to `size`."""
+    """Weights (b, size, pixels) that carry the interval [start, start + length) of an axis of `pixels` to `size`.
+
+    The kernel reaches two pixels to either side, of the coarser of both grids: its few weights are put in their places.
+    """
     scale = (length / size)[:, None, None]  # source pixels per pixel
-    i = torch.arange(size, device=start.device)[:, None] + 0.5
-    j = torch.arange(pixels, device=start.device) + 0.5
-    inside = (j > start[:, None, None]) & (j < (start + length)[:, None, None])
-    x = ((j - start[:, None, None] - i * scale) / scale.clamp(min=1)).abs()
+    reach = scale.clamp(min=1)
+    centre = start[:, None, None] + (torch.arange(size, device=start.device)[:, None] + 0.5) * scale  # (b, size, 1)
+    taps = torch.arange(math.ceil(4 * max(1, pixels / size)) + 2, device=start.device)
+    j = (centre - 2 * reach).floor() + taps  # (b, size, taps): source pixels
+    inside = (j + 0.5 > start[:, None, None]) & (j + 0.5 < (start + length)[:, None, None])
+    x = ((j + 0.5 - centre) / reach).abs()
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0)) * inside
-    return weights / weights.sum(dim=2, keepdim=True)
+    weights = weights / weights.sum(dim=2, keepdim=True)
+    places = j.clamp(0, pixels - 1).long()  # what lies outside has no weight
+    return torch.zeros(len(start), size, pixels, device=start.device).scatter_add_(2, places, weights)
 
 
 def fit(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -772,7 +780,7 @@ def logistic_regression(
     bias = torch.zeros(classes, 1, device=x.device, requires_grad=True)
     rows = max(1, chunk // classes)
     optimizer = torch.optim.LBFGS(
-        [free, bias], max_iter=iterations, history_size=10, tolerance_grad=1e-3 / classes, line_search_fn="strong_wolfe"
+        [free, bias], max_iter=iterations, history_size=20, tolerance_grad=1e-3 / classes, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:

@@ -288,11 +288,13 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             print(f"left out: {name}: {error}".replace("\n", " "), file=sys.stderr)
             continue
-        groups.setdefault(f"{run['config']['script']} {run['config']['data']}", []).append(run)
+        groups.setdefault((run["config"]["script"], run["config"]["data"]), []).append(run)
     try:
         if not groups:
             raise ValueError(f"no finished run among the {len(config.runs)} named: name folders such as runs/*")
-        compared = {title: compare(runs) for title, runs in sorted(groups.items())}
+        short = [f"{script} {Path(data).name}" for script, data in groups]  # of a folder, its name
+        titles = [name if short.count(name) == 1 else " ".join(key) for name, key in zip(short, groups)]
+        compared = {title: compare(runs) for title, runs in sorted(zip(titles, groups.values()))}
         for title, group in compared.items():
             report(title, group)
         out = Path(config.out).expanduser()

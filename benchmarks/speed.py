@@ -5,7 +5,9 @@
     python benchmarks/speed.py --quick                  # tiny sizes: does it run?
 
 A ratio is ours over the peer's, of the medians of timings taken in turn (ours, peer, ours, peer, …) after one warm-up
-each; beside it stand the least and the greatest ratio of two neighbours, which tell how quiet the machine was. Peers are
+each; beside it stand the least and the greatest ratio of two neighbours, which tell how quiet the machine was. Each
+side runs as its users have it: on CPUs the scripts keep the memory that they free (probe.keep_memory), and a peer gives it
+back, as glibc does by itself. Peers are
 optional (pip install transformers timm faiss-cpu); what is not installed is left out, and said so.
 """
 
@@ -351,7 +353,7 @@ def knn(quick: bool, device: torch.device) -> Bench:
         model.score(test[0].cpu().numpy(), test[1].numpy())
 
     note = f"20 neighbours, {n:,} × {tests:,} × {width}"
-    return Bench(lambda: probe.knn(*train, *test), theirs, "scikit-learn KNeighborsClassifier", 1.0, note=note)
+    return Bench(lambda: probe.knn(*train, *test), theirs, "scikit-learn KNeighborsClassifier", note=note)
 
 
 def knn_faiss(quick: bool, device: torch.device) -> Bench:
@@ -380,7 +382,7 @@ def effective_rank(quick: bool, device: torch.device) -> Bench:
 
     assert abs(rank.effective_rank(x) - theirs()) < 1e-3
     note = f"{n:,} features of width {width}"
-    return Bench(lambda: rank.effective_rank(x), theirs, "eigenvalues of the n×n matrix", 1.0, note=note)
+    return Bench(lambda: rank.effective_rank(x), theirs, "eigenvalues of the n×n matrix", note=note)
 
 
 def augment(quick: bool, device: torch.device) -> Bench:
@@ -393,7 +395,7 @@ def augment(quick: bool, device: torch.device) -> Bench:
     ours = partial(probe.augment, images, (side, side), generator_of(device))
     note = f"{count} images of {side} pixels: resized crop and flip"
     return Bench(
-        ours, lambda: torch.stack([each(x) for x in images]), "torchvision v2, per image", 1.0, images=count, note=note
+        ours, lambda: torch.stack([each(x) for x in images]), "torchvision v2, per image", images=count, note=note
     )
 
 
@@ -435,7 +437,7 @@ def pipeline(quick: bool, device: torch.device, first: bool) -> Bench:
 
     which = "the first epoch, decoding and the cache included" if first else "a later epoch, from the cache"
     note = f"{count:,} JPEGs of 400×300 for {side} pixels: {which}"
-    return Bench(ours, theirs, f"DataLoader, {workers} workers", 1.0, images=count, note=note)
+    return Bench(ours, theirs, f"DataLoader, {workers} workers", images=count, note=note)
 
 
 BENCHES: dict[str, Callable[[bool, torch.device], Bench]] = {
@@ -476,11 +478,11 @@ def measured(row: Bench, repeats: int, device: torch.device) -> dict:
     """Both sides in turn: medians, their ratio, and the least, middle and greatest ratio of neighbours."""
     sides = {"ours": row.ours, "theirs": row.theirs} if row.theirs else {"ours": row.ours}
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for work in sides.values():
-        work()
-    for _ in range(repeats):
+    for i in range(1 + repeats):  # the first one is a warm-up
         for side, work in sides.items():
-            times[side].append(stopwatch(work, device))
+            probe.keep_memory(side == "ours" and device.type == "cpu")
+            seconds = stopwatch(work, device)
+            times[side] += [seconds] if i else []
     found: dict = {f"{side}_seconds": statistics.median(seconds) for side, seconds in times.items()}
     if row.theirs:
         paired = sorted(ours / theirs for ours, theirs in zip(times["ours"], times["theirs"]))
@@ -504,6 +506,9 @@ def peak_memory(name: str, side: str, config: Config) -> int:
         getattr(row, side)()
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would have the parent's in it
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
