@@ -473,6 +473,21 @@ def test_every_script_and_data_set_is_a_group_of_its_own(tmp_path, capsys):
     assert "pearson mae digits epoch=1 r=" in capsys.readouterr().out
 
 
+def test_a_folder_of_images_is_called_by_its_name_and_two_of_one_name_by_their_paths(tmp_path):
+    paths = ["/one/pets", "/two/pets", "/one/cars"]
+    folders = [write_run(tmp_path / str(i), curve(i), "mae", data=path) for i, path in enumerate(paths)]
+    assert rank.main([*map(str, folders), "--out", str(tmp_path / "all")]) == 0
+    groups = json.loads((tmp_path / "all.json").read_text())
+    assert {*groups} == {"mae /one/pets", "mae /two/pets", "mae cars"}
+    assert {group["rows"][0]["folder"] for group in groups.values()} == {*map(str, folders)}
+
+
+def test_two_runs_lie_on_a_line_and_it_is_said(tmp_path, capsys):
+    folders = [write_run(tmp_path / str(i), curve(i), "mae", seed=i) for i in range(2)]
+    assert rank.main([*map(str, folders), "--out", str(tmp_path / "all")]) == 0
+    assert "n=2 (two runs always lie on a line)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
